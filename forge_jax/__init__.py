@@ -1,0 +1,1 @@
+"""Reinforcement learning of LLM agents at scale, in JAX. See docs/architecture.md."""

@@ -1,0 +1,193 @@
+"""Frozen, validated configurations, and the strict loader that builds them from mappings."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class UserError(ValueError):
+    """The caller's mistake: one line that names the key or field and the value.
+
+    Commands print it and exit with status 2.
+    """
+
+
+def load(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> T:
+    """Builds the frozen dataclass `cls`; lists become tuples, nested mappings dataclasses.
+
+    Raises UserError on an unknown or missing key, a value of the wrong type, or a
+    value that the class itself refuses.
+    """
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key in mapping:
+        if key not in fields:
+            known = ", ".join(sorted(fields))
+            raise UserError(f"unknown key {path}{key}={mapping[key]!r}; known: {known}")
+    values = {k: _convert(hints[k], v, f"{path}{k}") for k, v in mapping.items()}
+    for name, f in fields.items():
+        required = f.default is f.default_factory is dataclasses.MISSING
+        if required and name not in values:
+            raise UserError(f"missing key {path}{name}")
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise UserError(f"{path.rstrip('.') or cls.__name__}: {error}") from error
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        hint = next(a for a in args if a is not type(None))
+        return _convert(hint, value, path)
+    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+        return load(typing.cast(type, hint), value, f"{path}.")
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_convert(args[0], v, f"{path}[{i}]") for i, v in enumerate(value))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    wanted = origin or hint
+    if not isinstance(value, wanted) or (isinstance(value, bool) and hint is not bool):
+        raise UserError(f"{path}={value!r} must be {getattr(hint, '__name__', hint)}")
+    return value
+
+
+def check(condition: bool, message: str) -> None:
+    """Raises ValueError with `message` unless `condition` holds; for `__post_init__`."""
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """Sizes of the rollout engine; every compiled shape follows from them."""
+
+    slots: int = 64  # sequences decoded at once
+    context: int = 64  # tokens a sequence may have, prompt included
+    prefill_rows: int = 16  # prompts prefilled at once
+    decode_steps: int = 4  # tokens decoded per device call
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "context", "prefill_rows", "decode_steps"):
+            check(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedConfig:
+    """What the generation queue holds and in which order it is consumed."""
+
+    group: int = 8  # G: episodes of one task
+    batch: int = 8  # P: groups consumed a step
+    in_flight: int = 16  # N: groups in flight or finished but unconsumed
+    window: int | None = 8  # W: how far past the head may be consumed; null is greedy
+    synchronous: bool = False  # True: a step's groups are all sampled by the newest weights
+    episode_seconds: float = 60.0  # an episode that takes longer has timed out
+
+    def __post_init__(self) -> None:
+        check(self.group >= 2, f"group={self.group} must be at least 2 (the baseline is siblings)")
+        check(self.batch >= 1, f"batch={self.batch} must be at least 1")
+        check(self.in_flight >= self.batch, f"in_flight={self.in_flight} < batch={self.batch}")
+        check(self.window is None or self.window >= 0, f"window={self.window} must be >= 0")
+        check(self.episode_seconds > 0, f"episode_seconds={self.episode_seconds} must be > 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW."""
+
+    learning_rate: float = 1e-3
+    warmup_steps: int = 0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-15
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        check(self.learning_rate > 0, f"learning_rate={self.learning_rate} must be > 0")
+        check(self.clip_norm > 0, f"clip_norm={self.clip_norm} must be > 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmConfig:
+    """Supervised warm start on scripted play, and the gate that RL waits behind."""
+
+    steps: int = 300
+    batch: int = 64  # scripted episodes a step
+    gate: float = 0.3  # success of the warm-started policy below which RL does not start
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=3e-3))
+
+    def __post_init__(self) -> None:
+        check(self.steps >= 0, f"steps={self.steps} must be >= 0")
+        check(0 <= self.gate < 1, f"gate={self.gate} must be in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackConfig:
+    """Sizes of a micro-batch."""
+
+    budget: int = 8192  # unique tokens of a micro-batch
+    tile: int = 64  # side of an attention tile
+    bucket_ratio: float = 1.25  # growth of the padded sizes: 2 compiles least, 1.1 pads least
+
+    def __post_init__(self) -> None:
+        check(self.bucket_ratio > 1, f"bucket_ratio={self.bucket_ratio} must be > 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Held-out evaluation through the gateway."""
+
+    episodes: int = 256
+    concurrency: int = 64
+    temperature: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """Where a run reports to, beside metrics.jsonl."""
+
+    wandb: str = "disabled"  # disabled | offline | online
+    project: str = "forge_jax"
+    every: int = 1  # steps between progress lines
+
+    def __post_init__(self) -> None:
+        check(
+            self.wandb in ("disabled", "offline", "online"),
+            f"wandb={self.wandb} must be disabled, offline or online",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run."""
+
+    model: str  # preset of configs/model/ or a Hugging Face folder
+    task: str  # task family
+    steps: int  # RL updates
+    seed: int = 0
+    ratio_cap: float = 5.0  # CISPO: cap of the importance ratio
+    temperature: float = 1.0  # of the rollouts
+    checkpoint_every: int = 20
+    resume: str | None = None  # folder of the run to continue
+    warm: WarmConfig = field(default_factory=WarmConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    sched: SchedConfig = field(default_factory=SchedConfig)
+    pack: PackConfig = field(default_factory=PackConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        check(self.steps >= 0, f"steps={self.steps} must be >= 0")
+        check(self.ratio_cap > 0, f"ratio_cap={self.ratio_cap} must be > 0")
+        check(self.temperature > 0, f"temperature={self.temperature} must be > 0 to train")
+        check(self.checkpoint_every >= 1, f"checkpoint_every={self.checkpoint_every} must be >= 1")

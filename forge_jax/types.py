@@ -1,0 +1,217 @@
+"""Host records that cross the walls between rooms; plain numpy, frozen, no behaviour.
+
+A `Turn` goes from the gateway to the pool, a `PackedTree` from the scheduler to the
+trainer; `Request` and `Chunk` are what gateway and engine say to each other.
+"""
+
+import enum
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How one completion is drawn.
+
+    Token at position p of the sequence is drawn with the randomness of
+    (seed, choice, p) alone, so it does not depend on what runs beside it.
+    """
+
+    temperature: float = 1.0  # 0 is greedy; log-probs are of softmax(logits / temperature)
+    max_tokens: int | None = None  # None: up to the engine's context
+    seed: int | None = None  # None: the engine draws one
+    choice: int = 0  # number of this completion among the n of one request
+    stop: tuple[str, ...] = ()  # stop strings; the text is cut before the first
+    stop_ids: tuple[int, ...] = ()  # token ids that end the completion, kept as its last token
+    ignore_eos: bool = False  # True: stop_ids do not end the completion
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature} must be a number >= 0")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a request looked like before it became tokens; only scripted engines read it."""
+
+    text: str = ""  # the rendered prompt
+    tools: tuple[Mapping[str, Any], ...] = ()  # offered tools, OpenAI shape
+    tool_result: bool = False  # the last message is a tool's result
+    json_schema: Mapping[str, Any] | None = None  # schema of the response, if one is asked for
+    call: int = 0  # number of the call in its session, from 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Request:
+    """One completion asked of an engine."""
+
+    prompt: np.ndarray  # i32[P], P >= 1
+    sampling: Sampling
+    facts: Facts = field(default_factory=Facts)
+
+
+class Finish(enum.StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"  # a stop id or a stop string
+    LENGTH = "length"  # max_tokens or the context is used up
+    ABORT = "abort"  # the caller went away, or the engine shut down
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Chunk:
+    """Newly sampled tokens of one request, in order; the last one has a finish reason.
+
+    On a stop string the tokens up to the one that completes it are kept (they were
+    sampled, so they are trained on) and `stop_text` names the string, for the
+    gateway to cut the text.
+    """
+
+    ids: np.ndarray  # i32[n]
+    logprobs: np.ndarray  # f32[n], under the request's temperature (0 temperature: of argmax, 0)
+    versions: np.ndarray  # i32[n], version of the weights that sampled each token
+    finish: Finish | None = None
+    stop_text: str | None = None
+    queue_seconds: float = 0.0  # from submission to the first prefill; on the first chunk
+    cached_tokens: int = 0  # prompt tokens read from a cache; on the first chunk
+
+
+class Refused(Exception):
+    """An engine will not serve a request; `status` is the HTTP status that says why.
+
+    400 bad request (code "context_length_exceeded" when the prompt does not fit),
+    429 overloaded, 5xx fault.
+    """
+
+    def __init__(self, status: int, message: str, code: str | None = None):
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+class Engine(Protocol):
+    """What a gateway needs of whatever makes tokens.
+
+    Closing the iterator before its end aborts the request and frees its place.
+    """
+
+    def generate(self, request: Request) -> AsyncIterator[Chunk]:
+        """Yields chunks until one has a finish reason. Raises `Refused`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Turn:
+    """One call of a model, token-exact: one training sample.
+
+    `prompt` is what was really fed, `output` what was really sampled.
+    """
+
+    prompt: np.ndarray  # i32[P]
+    output: np.ndarray  # i32[C]
+    logprobs: np.ndarray  # f32[C], the sampler's
+    versions: np.ndarray  # i32[C], weight version of each token
+    temperature: float
+    finish: Finish
+    parent: int | None  # call of the session whose prompt + output begins this prompt
+    start: float  # seconds since the session opened
+    seconds: float  # from arrival of the call to its last token
+    queue_seconds: float  # of those, waiting for the engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One task to solve: everything else about it follows from its family and seed."""
+
+    family: str  # "hop"
+    seed: int
+    split: str = "train"  # "train" | "eval": seeds of the two never meet
+
+
+class Status(enum.StrEnum):
+    """How an episode ended; only COMPLETED ones enter loss and baseline."""
+
+    COMPLETED = "completed"
+    ENVIRONMENT_FAILED = "environment_failed"  # the task could not be set up, stepped or verified
+    AGENT_FAILED = "agent_failed"  # the agent raised
+    TIMED_OUT = "timed_out"  # the agent did not end in time
+    CANCELLED = "cancelled"  # the run stopped first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one agent run came to: exactly one for every run started."""
+
+    status: Status
+    reward: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)  # "turns", "tool_seconds", ...
+    error: str = ""
+
+    @property
+    def valid(self) -> bool:
+        return self.status is Status.COMPLETED
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Episode:
+    """One run of an agent at a task, with every call it made."""
+
+    item: int  # number of its group in the generation queue
+    replica: int  # 0 .. group size - 1
+    task: Task
+    outcome: Outcome
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sample:
+    """One sequence with per-token training signals, ready to be merged.
+
+    Raises ValueError where shapes disagree or the first token is trained.
+    """
+
+    tokens: np.ndarray  # i32[T]
+    mask: np.ndarray  # bool[T], True where the token is trained; never at 0
+    old_logp: np.ndarray  # f32[T], the sampler's, 0 off the mask
+    advantage: np.ndarray  # f32[T], 0 off the mask
+    temperature: float = 1.0  # of the sampler; old_logp is under it
+
+    def __post_init__(self) -> None:
+        n = len(self.tokens)
+        if n == 0:
+            raise ValueError("a sample without tokens")
+        for name in ("mask", "old_logp", "advantage"):
+            if len(getattr(self, name)) != n:
+                raise ValueError(f"{name} has {len(getattr(self, name))} entries, tokens {n}")
+        if self.mask[0]:
+            raise ValueError("the first token of a sample has no context and cannot be trained")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedTree:
+    """A forest of prefix trees in depth-first order, padded to bucketed sizes.
+
+    Query i sees key j iff ``j <= i < exit[j]``. Padding tokens see themselves
+    alone; padding occurrences have weight 0 and point at edge 0.
+    """
+
+    tokens: np.ndarray  # i32[N]
+    depth: np.ndarray  # i32[N], position in its sequence, from 0
+    parent: np.ndarray  # i32[N], index of the parent; a root is its own
+    exit: np.ndarray  # i32[N], index past the subtree
+    edge_token: np.ndarray  # i32[E], child token of each loss-bearing edge (never a root)
+    edge_temperature: np.ndarray  # f32[E], sampling temperature of the edge, > 0
+    occurrence_edge: np.ndarray  # i32[M]
+    occurrence_sample: np.ndarray  # i32[M], index into the samples merged; 0 at padding
+    old_logp: np.ndarray  # f32[M]
+    advantage: np.ndarray  # f32[M]
+    weight: np.ndarray  # f32[M], 1 at a trained occurrence, 0 at padding
+    occurrence_index: np.ndarray  # i64[M], place in the concatenated samples; -1 at padding
+    n_tokens: int  # real sizes, before padding
+    n_edges: int
+    n_occurrences: int

@@ -1,0 +1,77 @@
+"""Imports only point down the table of rooms, and the host-only rooms stay free of jax."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MAY_IMPORT = {
+    "types": set(),
+    "config": set(),
+    "trees": set(),
+    "sharding": {"trees"},
+    "attention": {"types", "config", "trees", "sharding"},
+    "models": {"types", "config", "trees", "sharding"},
+    "rollout": {"types", "config", "trees", "sharding", "models", "attention"},
+    "gateway": {"types", "config", "models.chat"},
+    "agents": {"types", "config"},
+    "sched": {"types", "config"},
+    "rl": {
+        "types", "config", "trees", "sharding", "attention", "models", "rollout", "gateway",
+        "agents", "sched",
+    },
+}  # fmt: skip
+JAX_FREE = {"types", "config", "gateway", "agents", "sched"}
+
+
+def modules() -> list[Path]:
+    return sorted((ROOT / "forge_jax").rglob("*.py"))
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def room(path: Path) -> str:
+    return path.relative_to(ROOT / "forge_jax").with_suffix("").parts[0]
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_down(path: Path) -> None:
+    here = room(path)
+    if here == "__init__":
+        return
+    allowed = MAY_IMPORT[here] | {here}
+    for name in imports(path):
+        if name.startswith("forge_jax."):
+            inner = name.removeprefix("forge_jax.")
+            assert any(inner == a or inner.startswith(a + ".") for a in allowed), (
+                f"{path} imports {name}; {here} may import {sorted(allowed)}"
+            )
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_host_rooms_are_free_of_jax(path: Path) -> None:
+    heavy = {"jax", "jaxlib", "flax", "optax", "orbax"}
+    if room(path) in JAX_FREE:
+        assert not {n for n in imports(path) if n.split(".")[0] in heavy}
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_configuration_and_experiments_stay_outside(path: Path) -> None:
+    tops = {name.split(".")[0] for name in imports(path)}
+    assert not tops & {"hydra", "omegaconf", "experiments", "torch", "transformers"}
+
+
+def test_the_scheduler_has_no_clock_and_no_event_loop() -> None:
+    for path in (ROOT / "forge_jax" / "sched").rglob("*.py"):
+        tops = {name.split(".")[0] for name in imports(path)}
+        assert not tops & {"asyncio", "threading", "time", "datetime"}, path
