@@ -39,7 +39,8 @@ def tree_attention(
         return scan_attention(q, k, v, plan, scale=scale)
     if implementation == "reference":
         t, s = q.shape[0], k.shape[0]
-        return reference_attention(q, k, v, plan.q_id[:t], plan.k_id[:s], plan.k_exit[:s], scale)
+        q_id, k_id, k_exit = map(jnp.asarray, (plan.q_id, plan.k_id, plan.k_exit))
+        return reference_attention(q, k, v, q_id[:t], k_id[:s], k_exit[:s], scale)
     raise UserError(
         f"attention implementation {implementation!r} is unknown; known: "
         + ", ".join(IMPLEMENTATIONS)
