@@ -18,6 +18,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from forge_jax.config import UserError
 
+# The folder of a run: the one to continue, or else a fresh one.
+OmegaConf.register_new_resolver("run_folder", lambda resume, fresh: resume or fresh)
 CONFIGS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "configs")
 
 
@@ -38,12 +40,23 @@ def command(config_name: str) -> Callable[..., Callable[[], None]]:
             os.environ["HYDRA_FULL_ERROR"] = "1"
             try:
                 entry()
-            except (UserError, HydraException, OmegaConfBaseException) as error:
-                sys.exit(_complain(str(error)))
+            except Exception as error:
+                mistake = _mistake(error)
+                if mistake is None:
+                    raise
+                sys.exit(_complain(str(mistake)))
 
         return run
 
     return decorate
+
+
+def _mistake(error: Exception) -> Exception | None:
+    """The caller's mistake that `error` is, or that all members of a group of errors are."""
+    if isinstance(error, ExceptionGroup):
+        mistakes = [_mistake(member) for member in error.exceptions]
+        return mistakes[0] if all(mistakes) else None
+    return error if isinstance(error, UserError | HydraException | OmegaConfBaseException) else None
 
 
 def _complain(message: str) -> int:

@@ -1,0 +1,54 @@
+"""Trains an agent: warm start on scripted play, then RL through the gateway.
+
+    python -m experiments.train [task=hop|notes] [resume=RUN_DIR] [key=value ...]
+
+Writes config.yaml, metrics.jsonl, checkpoints/, pool/, curves.png, forest.png and
+summary.json to the run folder; the last line of stdout is the summary.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from experiments.command import command
+from experiments.models import resolve
+from forge_jax.config import TrainConfig, UserError, load
+from forge_jax.rl.run import train
+
+# What a run is: a checkpoint of one does not continue another.
+FIXED = ("model", "task", "seed")
+
+
+@command("train")
+def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    if mapping["resume"] is not None:
+        mapping = continued(Path(mapping["resume"]), list(HydraConfig.get().overrides.task))
+    cfg = load(TrainConfig, mapping)
+    model = resolve(cfg.model, cfg.seed)
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(mapping)))
+    return train(cfg, model, folder, mapping)
+
+
+def continued(run: Path, overrides: list[str]) -> dict[str, Any]:
+    """The configuration of `run` with the overrides of this call on top.
+
+    Raises UserError if `run` is no run folder or an override would make another run.
+    """
+    saved = run / "config.yaml"
+    if not saved.is_file():
+        raise UserError(f"resume={run}: no config.yaml there")
+    for override in overrides:
+        key = override.split("=")[0]
+        if key in FIXED or not key[0].isalpha():
+            raise UserError(f"{override}: a resumed run keeps its {', '.join(FIXED)} and its keys")
+    merged = OmegaConf.merge(OmegaConf.load(saved), OmegaConf.from_dotlist(overrides))
+    assert isinstance(merged, DictConfig)
+    return OmegaConf.to_container(merged, resolve=True)  # type: ignore[return-value]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Fills the generation queue and hands out what the window allows.
+
+Tasks go in by number, groups of episodes come out, each number exactly once. A group
+counts as finished only when the pool holds it durably, so a killed run loses work,
+never an item. Everything here runs on one event loop; the window itself is sans-IO.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from forge_jax.agents.sources import TaskSource
+from forge_jax.sched.codec import CorruptObject
+from forge_jax.sched.pool import Pool
+from forge_jax.sched.window import WindowedFifo
+from forge_jax.types import Episode, Task
+
+Group = tuple[Episode, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Taken:
+    """One consumed item."""
+
+    number: int
+    lag: int  # items consumed between its admission and its own consumption
+    episodes: Group  # empty if the pool's object was corrupt
+
+
+class Collector:
+    """Owns what is in flight: admits tasks while places are free, and plays them."""
+
+    def __init__(
+        self,
+        *,
+        window: WindowedFifo,
+        pool: Pool,
+        source: TaskSource,
+        play: Callable[[int, Task], Awaitable[Group]],
+    ):
+        self._window = window
+        self._pool = pool
+        self._source = source
+        self._play = play
+        self._tasks: dict[int, Task] = {}  # of admitted, unconsumed numbers
+        self._stored: set[int] = set()  # numbers whose episodes the pool already holds
+        self._running: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+
+    def fill(self, workers: asyncio.TaskGroup) -> None:
+        """Admits tasks while places are free and starts playing them."""
+        while (number := self._window.admit()) is not None:
+            self._tasks[number] = next(self._source)
+            self._start(number, workers)
+
+    def resume(self, workers: asyncio.TaskGroup) -> None:
+        """Starts again what was in flight when the restored state was taken."""
+        for number in self._window.running:
+            self._start(number, workers)
+
+    async def take(self, size: int, workers: asyncio.TaskGroup, refill: bool) -> list[Taken]:
+        """Consumes `size` items, waiting as the window demands.
+
+        With `refill` a consumed item frees its place at once; without, places stay
+        free until the next `fill` (synchronous training).
+        """
+        taken: list[Taken] = []
+        while len(taken) < size:
+            number = self._window.take()
+            if number is None:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            lag = self._window.last_lag
+            del self._tasks[number]
+            if refill:
+                self.fill(workers)
+            episodes = await asyncio.to_thread(self._read, number)
+            taken.append(Taken(number=number, lag=lag, episodes=episodes))
+        return taken
+
+    def _read(self, number: int) -> Group:
+        try:
+            return tuple(self._pool.get(number))
+        except CorruptObject:
+            return ()  # the pool has put the object aside; the caller counts the empty group
+
+    def _start(self, number: int, workers: asyncio.TaskGroup) -> None:
+        if number in self._stored:
+            self._stored.discard(number)
+            self._finish(number)
+        else:
+            run = workers.create_task(self._run(number, self._tasks[number]))
+            self._running.add(run)
+            run.add_done_callback(self._running.discard)
+
+    def cancel(self) -> None:
+        """Ends everything in flight; its items stay unconsumed."""
+        for run in self._running:
+            run.cancel()
+
+    async def _run(self, number: int, task: Task) -> None:
+        episodes = await self._play(number, task)
+        await asyncio.to_thread(self._pool.put, number, episodes)
+        self._finish(number)
+
+    def _finish(self, number: int) -> None:
+        self._window.finish(number)
+        self._changed.set()
+
+    def state(self) -> dict[str, Any]:
+        """The cursors as plain JSON: window, source, and the tasks in flight."""
+        return {
+            "window": self._window.state(),
+            "source": self._source.state(),
+            "tasks": {str(n): dataclasses.asdict(task) for n, task in self._tasks.items()},
+        }
+
+    def restore(self, state: dict[str, Any], version: int) -> None:
+        """Continues from `state`, taken after update `version`.
+
+        The pool may hold more than the state knows: groups that only weights up to
+        `version` sampled are used as they are, all others are deleted and played again,
+        and so is a finished group that the pool has lost. Raises UserError if the state
+        does not fit this run.
+        """
+        self._tasks = {int(n): Task(**task) for n, task in state["tasks"].items()}
+        coming = state["window"]["admitted"]
+        unconsumed = [n for n in self._pool.items() if n in self._tasks or n >= coming]
+        usable = {n for n in unconsumed if self._usable(n, version)}
+        self._pool.delete(set(unconsumed) - usable)
+        finished, running = state["window"]["finished"], state["window"]["running"]
+        kept = [pair for pair in finished if pair[0] in usable]
+        lost = [pair for pair in finished if pair[0] not in usable]
+        self._window.restore(
+            {**state["window"], "finished": kept, "running": sorted(running + lost)}
+        )
+        self._source.restore(state["source"])
+        self._stored = usable - set(self._window.finished)
+
+    def _usable(self, number: int, version: int) -> bool:
+        try:
+            return newest(self._pool.get(number)) <= version
+        except CorruptObject:
+            return False
+
+
+def newest(episodes: Sequence[Episode]) -> int:
+    """The newest weight version that sampled any token of a group; 0 if none did."""
+    versions = [int(t.versions.max()) for e in episodes for t in e.turns if len(t.versions)]
+    return max(versions, default=0)

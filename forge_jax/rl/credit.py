@@ -1,0 +1,66 @@
+"""From the episodes of one group to training samples with advantages.
+
+Advantages are computed per *episode*, never per sample: every call of episode i
+carries R_i minus the mean reward of its siblings (leave-one-out, so the baseline
+does not depend on episode i and adds no bias; RLOO, arXiv 2402.14740). Episodes that
+are not valid leave both loss and baseline.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from forge_jax.types import Episode, Finish, Sample, Turn
+
+# Rewards of a group closer than this are equal: the group says nothing.
+EQUAL = 1e-6
+
+
+def leave_one_out(rewards: np.ndarray, valid: np.ndarray) -> np.ndarray | None:
+    """Rewards f64[G] minus the mean over the other valid episodes; 0 where not valid.
+
+    None where the group carries no signal: fewer than two valid episodes, or all
+    their rewards equal to within `EQUAL`.
+    """
+    kept = rewards[valid]
+    if len(kept) < 2 or kept.max() - kept.min() <= EQUAL:
+        return None
+    others = (kept.sum() - rewards) / (len(kept) - 1)
+    return np.where(valid, rewards - others, 0.0)
+
+
+def trainable(turn: Turn) -> bool:
+    """True for a completed call drawn at a temperature that has log-probs."""
+    return turn.finish is not Finish.ABORT and turn.temperature > 0 and len(turn.output) > 0
+
+
+def group_samples(group: Sequence[Episode]) -> list[tuple[Sample, Turn]]:
+    """Every trainable call of a group as a sample, with the turn it came from.
+
+    A group without signal has none: it adds nothing to the loss and its tokens
+    leave the denominator.
+    """
+    rewards = np.array([episode.outcome.reward for episode in group], np.float64)
+    valid = np.array([episode.outcome.valid for episode in group])
+    advantages = leave_one_out(rewards, valid)
+    if advantages is None:
+        return []
+    return [
+        (turn_sample(turn, advantage), turn)
+        for episode, advantage in zip(group, advantages, strict=True)
+        if episode.outcome.valid
+        for turn in episode.turns
+        if trainable(turn)
+    ]
+
+
+def turn_sample(turn: Turn, advantage: float) -> Sample:
+    """One call as a sample: the prompt as it was fed, then the sampled tokens, trained."""
+    off = np.zeros(len(turn.prompt), np.float32)
+    return Sample(
+        tokens=np.concatenate([turn.prompt, turn.output]).astype(np.int32),
+        mask=np.concatenate([off > 0, np.ones(len(turn.output), bool)]),
+        old_logp=np.concatenate([off, turn.logprobs.astype(np.float32)]),
+        advantage=np.concatenate([off, np.full(len(turn.output), advantage, np.float32)]),
+        temperature=turn.temperature,
+    )

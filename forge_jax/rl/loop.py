@@ -1,0 +1,105 @@
+"""The training loop: tasks become episodes, a prefix tree, an update, new weights.
+
+Producing and training run at once: agents play through the gateway against the
+rollout engine while the trainer consumes what the window allows. Trainer and engine
+share one device thread and take turns on it; weights are published by copy, and
+version s are the weights after update s.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+from forge_jax.config import TrainConfig
+from forge_jax.rl.collect import Collector, Taken
+from forge_jax.rl.credit import group_samples
+from forge_jax.rl.measure import batch_row, episode_row, gap_row
+from forge_jax.rl.publish import publish
+from forge_jax.rl.state import TrainState
+from forge_jax.rl.step import StepConfig, Updated, scatter, update
+from forge_jax.rollout.engine import RolloutEngine
+from forge_jax.sched.pack import micro_batches
+from forge_jax.types import PackedTree, Sample, Turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A step's consumed items, ready for the device."""
+
+    samples: tuple[Sample, ...]
+    turns: tuple[Turn, ...]  # the call each sample is of
+    trees: tuple[PackedTree, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step done: what a checkpoint and a report need to know of it."""
+
+    state: TrainState
+    cursors: dict[str, Any]  # of the collector, taken together with `state`
+    batch: Prepared
+    row: dict[str, Any]  # its line of metrics.jsonl
+
+
+def prepare(taken: Sequence[Taken], cfg: TrainConfig) -> Prepared:
+    """Scores, merges and packs the consumed items; their order does not depend on which
+    finished first."""
+    ordered = sorted(taken, key=lambda item: item.number)
+    pairs = [pair for item in ordered for pair in group_samples(item.episodes)]
+    samples = tuple(sample for sample, _ in pairs)
+    trees = tuple(micro_batches(samples, "tree", cfg.pack))
+    return Prepared(samples=samples, turns=tuple(turn for _, turn in pairs), trees=trees)
+
+
+async def reinforce(
+    state: TrainState,
+    *,
+    first: int,
+    cfg: TrainConfig,
+    step_cfg: StepConfig,
+    collector: Collector,
+    engine: RolloutEngine,
+    device: Executor,
+    on_step: Callable[[Step], None],
+) -> TrainState:
+    """Updates `first` to `cfg.steps`, from what agents play meanwhile; the final state.
+
+    `on_step` is called on the device thread after each update, while agents go on. What is
+    in flight at the end is cancelled.
+    """
+    loop = asyncio.get_running_loop()
+    version = first - 1
+    async with asyncio.TaskGroup() as workers:
+        collector.resume(workers)
+        for step in range(first, cfg.steps + 1):
+            collector.fill(workers)
+            began = time.monotonic()
+            taken = await collector.take(cfg.sched.batch, workers, refill=not cfg.sched.synchronous)
+            collected = time.monotonic()
+            batch = await asyncio.to_thread(prepare, taken, cfg)
+            state, done = await loop.run_in_executor(device, update, state, batch.trees, step_cfg)
+            await engine.swap(step, await loop.run_in_executor(device, publish, state.params))
+            row = describe(step, version, taken, batch, done)
+            row["seconds_collect"] = collected - began
+            row["seconds_update"] = time.monotonic() - collected
+            version = step
+            record = Step(state=state, cursors=collector.state(), batch=batch, row=row)
+            await loop.run_in_executor(device, on_step, record)
+        collector.cancel()
+    return state
+
+
+def describe(
+    step: int, version: int, taken: Sequence[Taken], batch: Prepared, done: Updated
+) -> dict[str, Any]:
+    """The row of metrics of one step; `version` are the weights that were updated."""
+    row: dict[str, Any] = {"step": step, "stepped": done.stepped}
+    row |= episode_row(taken) | batch_row(batch.samples, batch.trees)
+    if done.stepped:
+        logp = scatter(done.logp, done.index, row["tokens_total"])
+        row |= gap_row(batch.samples, batch.turns, version, logp)
+        row |= {"loss": done.loss, "grad_norm": done.grad_norm} | done.metrics
+    return row

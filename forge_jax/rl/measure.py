@@ -1,0 +1,106 @@
+"""Numbers about what was consumed and trained: one row a step, and totals of the run."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from forge_jax.rl.collect import Taken
+from forge_jax.types import PackedTree, Sample, Turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Running sums of a run; part of its checkpoints, so a resume continues them."""
+
+    episodes: int = 0
+    tokens_sampled: int = 0  # by consumed episodes
+    tokens_trained: int = 0  # occurrences in the loss
+    tokens_total: int = 0  # of all trained samples, one row each
+    tokens_unique: int = 0  # of their trees
+    lag_sum: int = 0
+    lag_max: int = 0
+    items: int = 0
+    seconds: float = 0.0  # wall time, all sessions
+    eval_before: float | None = None  # success of the warm-started policy
+
+    def add(self, row: dict[str, Any]) -> "Totals":
+        """The totals after one more step, described by its row."""
+        return dataclasses.replace(
+            self,
+            episodes=self.episodes + row["episodes"],
+            tokens_sampled=self.tokens_sampled + row["tokens_sampled"],
+            tokens_trained=self.tokens_trained + row["tokens_trained"],
+            tokens_total=self.tokens_total + row["tokens_total"],
+            tokens_unique=self.tokens_unique + row["tokens_unique"],
+            lag_sum=self.lag_sum + sum(row["lags"]),
+            lag_max=max([self.lag_max, *row["lags"]]),
+            items=self.items + len(row["items"]),
+        )
+
+
+def episode_row(taken: Sequence[Taken]) -> dict[str, Any]:
+    """What the consumed items were: rewards, calls, lags, and outcomes that did not complete."""
+    episodes = [e for item in taken for e in item.episodes]
+    valid = [e for e in episodes if e.outcome.valid]
+    lags = [item.lag for item in taken]
+    statuses = Counter(e.outcome.status.value for e in episodes if not e.outcome.valid)
+    return {
+        "items": [item.number for item in taken],
+        "lags": lags,
+        "lag_mean": float(np.mean(lags)),
+        "lag_max": max(lags),
+        "episodes": len(episodes),
+        "reward": mean([e.outcome.reward for e in valid]),
+        "mean_turns": mean([len(e.turns) for e in valid]),
+        "failed": dict(statuses),
+        "corrupt_items": sum(not item.episodes for item in taken),
+        "tokens_sampled": sum(len(t.output) for e in episodes for t in e.turns),
+    }
+
+
+def batch_row(samples: Sequence[Sample], batches: Sequence[PackedTree]) -> dict[str, Any]:
+    """What was trained: token counts of the merged batch."""
+    total = sum(len(s.tokens) for s in samples)
+    unique = sum(b.n_tokens for b in batches)
+    return {
+        "samples": len(samples),
+        "tokens_total": total,
+        "tokens_unique": unique,
+        "tokens_trained": sum(b.n_occurrences for b in batches),
+        "tree_token_ratio": total / unique if unique else None,
+        "micro_batches": len(batches),
+    }
+
+
+def gap_row(
+    samples: Sequence[Sample],
+    turns: Sequence[Turn],
+    version: int,
+    logp: np.ndarray,
+) -> dict[str, Any]:
+    """How far the trainer's log-probs are from the engine's, on calls that only the weights
+    being trained sampled.
+
+    `logp` f32[L] holds the trainer's, of `version`, in place of each trained token of the
+    concatenated samples.
+    """
+    gaps = []
+    start = 0
+    for sample, turn in zip(samples, turns, strict=True):
+        here = slice(start, start + len(sample.tokens))
+        if np.all(turn.versions == version):
+            gaps.append(np.abs(logp[here] - sample.old_logp)[sample.mask].max())
+        start = here.stop
+    return {
+        "logp_gap_max": float(max(gaps)) if gaps else None,
+        "logp_gap_calls": len(gaps),
+    }
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """The mean, or None of nothing."""
+    return float(np.mean(values)) if len(values) else None

@@ -1,0 +1,55 @@
+"""One agent run through the gateway becomes one `Episode`, whatever happens."""
+
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+from openai import AsyncOpenAI
+
+from forge_jax.agents.families import agent_of
+from forge_jax.agents.runner import run_episode
+from forge_jax.gateway.gateway import Gateway
+from forge_jax.types import Episode, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Player:
+    """Plays tasks; every episode is a session of its own with its own seed."""
+
+    gateway: Gateway
+    url: str  # root of the gateway
+    client: AsyncOpenAI  # shared by all agents
+    model: str
+    purpose: str  # "train" or "eval": part of the session's name and seed
+    seed: int  # of the run
+    temperature: float
+    seconds: float  # limit of an episode
+
+    async def group(self, item: int, task: Task, size: int) -> tuple[Episode, ...]:
+        """`size` episodes of one task, at once."""
+        async with asyncio.TaskGroup() as group:
+            runs = [group.create_task(self.episode(item, i, task)) for i in range(size)]
+        return tuple(run.result() for run in runs)
+
+    async def episode(self, item: int, replica: int, task: Task) -> Episode:
+        """One episode. Its tokens depend on (seed, item, replica), not on what runs beside it."""
+        session = f"{self.purpose}-{item}-{replica}"
+        self.gateway.open(
+            session,
+            seed=session_seed(self.seed, self.purpose, item, replica),
+            temperature=self.temperature,
+        )
+        try:
+            client = self.client.with_options(base_url=f"{self.url}/s/{session}/v1")
+            outcome = await run_episode(
+                agent_of(task.family), task, client, self.model, self.seconds
+            )
+        finally:
+            turns = self.gateway.close(session)
+        return Episode(item=item, replica=replica, task=task, outcome=outcome, turns=turns)
+
+
+def session_seed(seed: int, purpose: str, item: int, replica: int) -> int:
+    """A 31-bit seed for one session, independent between sessions."""
+    words = [seed, *purpose.encode(), item, replica]
+    return int(np.random.SeedSequence(words).generate_state(1)[0] >> 1)

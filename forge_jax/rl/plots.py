@@ -1,0 +1,95 @@
+"""Pictures of a run: its curves, and a prefix forest as the trainer saw it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from forge_jax.types import PackedTree
+
+# One panel each: title, rows of metrics.jsonl drawn in it.
+PANELS = (
+    ("reward", ("reward",)),
+    ("calls per episode", ("mean_turns",)),
+    ("lag in items", ("lag_mean", "lag_max")),
+    ("importance ratio", ("ratio_mean", "ratio_max")),
+    ("entropy", ("entropy",)),
+    ("tokens: total over unique", ("tree_token_ratio",)),
+)
+TRAINED, CONTEXT = "#f4a259", "#d7dee8"
+
+
+def draw_curves(path: Path, rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
+    """Draws the metrics of a run over its steps; `summary` adds the evaluations."""
+    figure = Figure(figsize=(11, 6), layout="constrained")
+    axes = figure.subplots(2, 3).flat
+    for axis, (title, names) in zip(axes, PANELS, strict=True):
+        for name in names:
+            points = [(r["step"], r[name]) for r in rows if r.get(name) is not None]
+            if points:
+                axis.plot(*zip(*points, strict=True), label=name, linewidth=1.4)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("step", fontsize=8)
+        axis.tick_params(labelsize=8)
+        axis.grid(alpha=0.25)
+        if title == "reward":
+            for name, style in (("eval_before", ":"), ("eval_after", "--")):
+                if summary.get(name) is not None:
+                    axis.axhline(summary[name], linestyle=style, color="0.4", label=name)
+        axis.legend(fontsize=7, frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def draw_forest(path: Path, tree: PackedTree, show: Callable[[int], str], leaves: int = 40) -> None:
+    """Draws the first `leaves` paths of a forest, one cell a token, one row a leaf.
+
+    A shared token is one tall cell beside all rows that share it; `show` gives the
+    text of a token id.
+    """
+    top, bottom = leaf_rows(tree)
+    shown = np.flatnonzero(top < leaves)
+    deepest = int(tree.depth[shown].max()) + 1
+    rows = int(min(bottom[shown].max(), leaves))
+    trained = np.zeros(len(tree.tokens), bool)
+    trained[tree.edge_token[: tree.n_edges]] = True
+    figure = Figure(figsize=(max(4.0, 0.24 * deepest), max(2.0, 0.2 * rows)), layout="constrained")
+    axis = figure.subplots()
+    for i in shown:
+        height = min(bottom[i], leaves) - top[i]
+        axis.add_patch(cell(float(tree.depth[i]), float(top[i]), float(height), bool(trained[i])))
+        label = show(int(tree.tokens[i])).replace("\n", "⏎").replace("$", r"\$")
+        middle = top[i] + height / 2
+        axis.text(tree.depth[i] + 0.5, middle, label, ha="center", va="center", fontsize=7)
+    axis.set_xlim(0, deepest)
+    axis.set_ylim(rows, 0)
+    axis.set_yticks([])
+    axis.set_xlabel("position")
+    axis.set_title(f"prefix forest: {tree.n_tokens} unique tokens; trained ones in orange")
+    figure.savefig(path, dpi=120)
+
+
+def cell(left: float, top: float, height: float, trained: bool) -> Any:
+    """The rectangle of one token."""
+    return Rectangle(
+        (left, top + 0.06),
+        0.96,
+        height - 0.12,
+        facecolor=TRAINED if trained else CONTEXT,
+        edgecolor="white",
+        linewidth=0.5,
+    )
+
+
+def leaf_rows(tree: PackedTree) -> tuple[np.ndarray, np.ndarray]:
+    """For every real token the first row it stands beside and the row past its last, i64[N].
+
+    Rows number the leaves in depth-first order.
+    """
+    n = tree.n_tokens
+    exit_ = tree.exit[:n].astype(np.int64)
+    is_leaf = exit_ == np.arange(n) + 1
+    before = np.concatenate([[0], np.cumsum(is_leaf)])
+    return before[:n], before[exit_]

@@ -1,0 +1,234 @@
+"""One training run: warm start, gate, reinforcement learning, evaluation, summary.
+
+A configuration and a model go in; the run folder and its summary come out. A run that
+was killed continues from its newest checkpoint as if it had not been.
+"""
+
+import asyncio
+import dataclasses
+import json
+import time
+from collections.abc import Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from forge_jax.agents.sources import TaskSource
+from forge_jax.config import TrainConfig, UserError
+from forge_jax.models.load import LoadedModel
+from forge_jax.rl.checkpoint import Checkpoints
+from forge_jax.rl.collect import Collector
+from forge_jax.rl.evaluate import Evaluation, evaluate, held_out
+from forge_jax.rl.loop import Step, reinforce
+from forge_jax.rl.measure import Totals, mean
+from forge_jax.rl.play import Player
+from forge_jax.rl.plots import draw_curves, draw_forest
+from forge_jax.rl.publish import publish
+from forge_jax.rl.report import Reporter, progress
+from forge_jax.rl.serving import Serving, serving
+from forge_jax.rl.start import Start, beginning, step_config
+from forge_jax.sched.pool import Pool
+from forge_jax.sched.window import WindowedFifo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run works with, from start to end."""
+
+    cfg: TrainConfig
+    model: LoadedModel
+    folder: Path
+    checkpoints: Checkpoints
+    reporter: Reporter
+    bars: Progress
+    device: Executor  # one thread: the engine and the trainer take turns on it
+    began: float  # time.monotonic() at the start of this session
+
+
+def train(
+    cfg: TrainConfig, model: LoadedModel, folder: Path, config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Runs `cfg` in `folder`, from its newest checkpoint if there is one; the summary.
+
+    Raises UserError where the folder holds a run that was not asked to be resumed, or the
+    warm start stays below its gate.
+    """
+    began = time.monotonic()
+    with (
+        closing(Checkpoints(folder / "checkpoints")) as checkpoints,
+        progress(Console(stderr=True)) as bars,
+        ThreadPoolExecutor(1, "device") as device,
+    ):
+        if cfg.resume is None and checkpoints.latest() is not None:
+            raise UserError(f"hydra.run.dir={folder} holds a run already: resume={folder}")
+        start = device.submit(beginning, cfg, model, folder, checkpoints, bars).result()
+        with closing(Reporter(folder, cfg.log, config, start.step)) as reporter:
+            run = Run(
+                cfg=cfg,
+                model=model,
+                folder=folder,
+                checkpoints=checkpoints,
+                reporter=reporter,
+                bars=bars,
+                device=device,
+                began=began,
+            )
+            summary = asyncio.run(play(run, start))
+            reporter.summarise(summary)
+            draw_curves(folder / "curves.png", reporter.rows, summary)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+async def play(run: Run, start: Start) -> dict[str, Any]:
+    """Everything that needs agents: evaluation, reinforcement learning, evaluation."""
+    cfg = run.cfg
+    params = await on_device(run, publish, start.state.params)
+    async with serving(run.model, params, start.step, cfg.rollout, run.device) as up:
+        totals = start.totals
+        if totals.eval_before is None:
+            before = await evaluation(run, up, "evaluation before")
+            totals = dataclasses.replace(totals, eval_before=before.success)
+        if totals.eval_before is not None and totals.eval_before < cfg.warm.gate:
+            raise UserError(
+                f"the policy solves {totals.eval_before:.2f} of {cfg.task}, below "
+                f"warm.gate={cfg.warm.gate}: RL would start from chance; raise warm.steps"
+            )
+        collector = new_collector(run, up)
+        if start.cursors is not None:
+            collector.restore(start.cursors, start.step)
+        keeper = Keeper(run, start, totals)
+        await reinforce(
+            start.state,
+            first=start.step + 1,
+            cfg=cfg,
+            step_cfg=step_config(cfg, run.model, warm=False),
+            collector=collector,
+            engine=up.engine,
+            device=run.device,
+            on_step=keeper.keep,
+        )
+        after = await evaluation(run, up, "evaluation after")
+    return summary_of(run, keeper, after)
+
+
+class Keeper:
+    """Keeps what each step leaves behind: a row, running totals, checkpoints, pictures."""
+
+    def __init__(self, run: Run, start: Start, totals: Totals):
+        self._run = run
+        self._earlier = totals.seconds  # of sessions before this one
+        self.totals = totals
+        self._bar = run.bars.add_task(
+            f"{run.cfg.task} RL", total=run.cfg.steps, completed=start.step, shown=""
+        )
+
+    def seconds(self) -> float:
+        """Wall time of the run so far, over all sessions."""
+        return time.monotonic() - self._run.began + self._earlier
+
+    def keep(self, step: Step) -> None:
+        """Called on the device thread after every update."""
+        run, number = self._run, step.row["step"]
+        self.totals = dataclasses.replace(self.totals.add(step.row), seconds=self.seconds())
+        run.reporter.add(step.row)
+        run.bars.update(self._bar, completed=number, shown=shown(step.row))
+        if number % run.cfg.checkpoint_every == 0 or number == run.cfg.steps:
+            host = {"totals": dataclasses.asdict(self.totals), "cursors": step.cursors}
+            run.checkpoints.save(number, step.state, host)
+            so_far = {"eval_before": self.totals.eval_before}
+            draw_curves(run.folder / "curves.png", run.reporter.rows, so_far)
+            if step.batch.trees:
+                show = run.model.chat.tokenizer.decode
+                draw_forest(run.folder / "forest.png", step.batch.trees[0], lambda i: show([i]))
+
+
+def shown(row: Mapping[str, Any]) -> str:
+    """A step's row in a few words, for the progress line."""
+    words = [
+        f"{name} {row[key]:.2f}"
+        for name, key in (("reward", "reward"), ("calls", "mean_turns"), ("lag", "lag_mean"))
+        if row[key] is not None
+    ]
+    return "  ".join(words) + ("" if row["stepped"] else "  (nothing to train on)")
+
+
+def player(run: Run, up: Serving, purpose: str, seed: int, temperature: float) -> Player:
+    """A player of this run's tasks through what is up."""
+    return Player(
+        gateway=up.gateway,
+        url=up.url,
+        client=up.client,
+        model=run.model.name,
+        purpose=purpose,
+        seed=seed,
+        temperature=temperature,
+        seconds=run.cfg.sched.episode_seconds,
+    )
+
+
+async def evaluation(run: Run, up: Serving, title: str) -> Evaluation:
+    """Plays the held-out episodes; the same ones, with the same seeds, whenever it is called."""
+    cfg = run.cfg.eval
+    bar = run.bars.add_task(title, total=cfg.episodes, shown="")
+    one = player(run, up, "eval", cfg.seed, cfg.temperature)
+    found = await evaluate(
+        held_out(run.cfg.task, cfg.episodes, cfg.seed),
+        lambda number, task: one.episode(number, 0, task),
+        cfg.concurrency,
+        advance=lambda: run.bars.advance(bar),
+    )
+    low, high = found.success_ci
+    run.bars.update(
+        bar,
+        shown=f"success {found.success:.3f} [{low:.3f}, {high:.3f}]  calls {found.mean_turns:.2f}",
+    )
+    return found
+
+
+def new_collector(run: Run, up: Serving) -> Collector:
+    """An empty queue over the run's pool and task source."""
+    sched = run.cfg.sched
+    one = player(run, up, "train", run.cfg.seed, run.cfg.temperature)
+    return Collector(
+        window=WindowedFifo(in_flight=sched.in_flight, window=sched.window),
+        pool=Pool.open(str(run.folder / "pool")),
+        source=TaskSource((run.cfg.task,), seed=run.cfg.seed, split="train"),
+        play=lambda number, task: one.group(number, task, sched.group),
+    )
+
+
+def summary_of(run: Run, keeper: Keeper, after: Evaluation) -> dict[str, Any]:
+    """The contents of summary.json."""
+    cfg, totals = run.cfg, keeper.totals
+    rewards = [row["reward"] for row in run.reporter.rows if row["reward"] is not None]
+    tenth = max(1, len(rewards) // 10)
+    window = WindowedFifo(in_flight=cfg.sched.in_flight, window=cfg.sched.window)
+    return {
+        "steps": cfg.steps,
+        "reward_first": mean(rewards[:tenth]),
+        "reward_last": mean(rewards[-tenth:]),
+        "eval_before": totals.eval_before,
+        "eval_after": after.success,
+        "eval_after_ci": after.success_ci,
+        "mean_turns": after.mean_turns,
+        "episodes": totals.episodes,
+        "tokens_sampled": totals.tokens_sampled,
+        "tokens_trained": totals.tokens_trained,
+        "tree_token_ratio": totals.tokens_total / max(1, totals.tokens_unique),
+        "lag_mean": totals.lag_sum / max(1, totals.items),
+        "lag_max": totals.lag_max,
+        "lag_bound": window.lag_bound,
+        "seconds": keeper.seconds(),
+        "run_dir": str(run.folder),
+    }
+
+
+async def on_device(run: Run, function: Any, *args: Any) -> Any:
+    """Runs `function` on the thread that owns the devices."""
+    return await asyncio.get_running_loop().run_in_executor(run.device, function, *args)

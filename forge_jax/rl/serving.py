@@ -1,0 +1,70 @@
+"""A rollout engine behind a gateway, with the client all agents share.
+
+A model and its weights go in; a URL that speaks the wire protocols comes out, for as
+long as the context is open.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from openai import AsyncOpenAI
+
+from forge_jax.config import RolloutConfig
+from forge_jax.gateway.gateway import Gateway
+from forge_jax.models.load import LoadedModel
+from forge_jax.rollout.engine import RolloutEngine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """What is up while the context is open."""
+
+    engine: RolloutEngine
+    gateway: Gateway
+    url: str
+    client: AsyncOpenAI
+
+
+@asynccontextmanager
+async def serving(
+    model: LoadedModel, params: Any, version: int, cfg: RolloutConfig, device: Executor
+) -> AsyncIterator[Serving]:
+    """Serves `params` as `version`; the engine keeps them, so they must not be donated.
+
+    A fault of the engine ends the body of the context with that fault.
+    """
+    engine = RolloutEngine(
+        model.cfg,
+        params,
+        stop_ids=model.chat.stop_ids,
+        rollout=cfg,
+        tokenizer=model.chat.tokenizer,
+        device=device,
+        version=version,
+    )
+    gateway = Gateway(engine, model.chat, model.name)
+    async with asyncio.TaskGroup() as group:
+        await engine.warm_up()
+        running = group.create_task(engine.serve())
+        async with gateway.running() as url, shared_client(url) as client:
+            yield Serving(engine=engine, gateway=gateway, url=url, client=client)
+        running.cancel()
+
+
+def shared_client(url: str) -> AsyncOpenAI:
+    """A client for any number of agents at once: one connection pool, no retries.
+
+    A retry would hide a fault of our own gateway, so a failed call is the agent's to see.
+    """
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    return AsyncOpenAI(
+        base_url=f"{url}/v1",
+        api_key="unused",
+        max_retries=0,
+        http_client=httpx.AsyncClient(limits=limits, timeout=None),
+    )

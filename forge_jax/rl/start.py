@@ -1,0 +1,80 @@
+"""Where a run begins: its newest checkpoint, or a policy warm-started on scripted play."""
+
+import dataclasses
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from forge_jax.config import TrainConfig
+from forge_jax.models.load import LoadedModel
+from forge_jax.rl.checkpoint import Checkpoints
+from forge_jax.rl.losses import cispo, negative_log_likelihood
+from forge_jax.rl.measure import Totals
+from forge_jax.rl.state import TrainState, create
+from forge_jax.rl.step import StepConfig, Updated
+from forge_jax.rl.warm import warm_start
+
+WARM_CHECKPOINT_EVERY = 100  # steps of the warm start
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where RL begins or goes on."""
+
+    step: int  # updates done
+    state: TrainState
+    totals: Totals
+    cursors: dict[str, Any] | None  # of the collector; None at a fresh start
+
+
+def beginning(
+    cfg: TrainConfig, model: LoadedModel, folder: Path, checkpoints: Checkpoints, bars: Progress
+) -> Start:
+    """The newest checkpoint, or else the warm-started policy."""
+    step = checkpoints.latest()
+    if step is None:
+        params = warm_params(cfg, model, folder, bars)
+        state = create(params, cfg.optim)
+        return Start(step=0, state=state, totals=Totals(), cursors=None)
+    state, host = checkpoints.restore(step, create(model.params, cfg.optim))
+    totals = Totals(**host["totals"])
+    return Start(step=step, state=state, totals=totals, cursors=host["cursors"])
+
+
+def warm_params(cfg: TrainConfig, model: LoadedModel, folder: Path, bars: Progress) -> Any:
+    """Parameters after the supervised phase, which has checkpoints of its own."""
+    state, first = create(model.params, cfg.warm.optim), 1
+    with closing(Checkpoints(folder / "warm", keep=1)) as checkpoints:
+        latest = checkpoints.latest()
+        if latest is not None:
+            state, _ = checkpoints.restore(latest, state)
+            first = latest + 1
+        bar = bars.add_task("warm start", total=cfg.warm.steps, completed=first - 1, shown="")
+
+        def on_step(step: int, state: TrainState, done: Updated) -> None:
+            bars.update(bar, completed=step, shown=f"loss {done.loss:.3f}")
+            if step % WARM_CHECKPOINT_EVERY == 0 or step == cfg.warm.steps:
+                checkpoints.save(step, state, {})
+
+        state = warm_start(
+            state,
+            first=first,
+            chat=model.chat,
+            cfg=cfg,
+            step_cfg=step_config(cfg, model, warm=True),
+            on_step=on_step,
+        )
+    return state.params
+
+
+def step_config(cfg: TrainConfig, model: LoadedModel, warm: bool) -> StepConfig:
+    """What is compiled into the train step of a phase."""
+    return StepConfig(
+        model=model.cfg,
+        optim=cfg.warm.optim if warm else cfg.optim,
+        loss=negative_log_likelihood if warm else cispo,
+        ratio_cap=cfg.ratio_cap,
+        tile=cfg.pack.tile,
+    )

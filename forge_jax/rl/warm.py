@@ -1,0 +1,73 @@
+"""Supervised warm start: scripted play in, a policy that knows the format out.
+
+Every assistant turn of a scripted episode is a sample exactly as the gateway would
+have fed and recorded it; the loss is its negative log-likelihood, through the same
+merge and the same train step as RL.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from forge_jax.agents.families import family_of
+from forge_jax.config import TrainConfig
+from forge_jax.models.chat import Chat
+from forge_jax.rl.state import TrainState
+from forge_jax.rl.step import StepConfig, Updated, update
+from forge_jax.sched.pack import micro_batches
+from forge_jax.types import Sample
+
+
+def warm_start(
+    state: TrainState,
+    *,
+    first: int,
+    chat: Chat,
+    cfg: TrainConfig,
+    step_cfg: StepConfig,
+    on_step: Callable[[int, TrainState, Updated], None],
+) -> TrainState:
+    """Steps `first` to `cfg.warm.steps` of imitation; `on_step` is called after each."""
+    for step in range(first, cfg.warm.steps + 1):
+        samples = scripted_samples(cfg.task, chat, cfg.warm.batch, cfg.seed, step)
+        state, done = update(state, micro_batches(samples, "tree", cfg.pack), step_cfg)
+        on_step(step, state, done)
+    return state
+
+
+def scripted_samples(family: str, chat: Chat, episodes: int, seed: int, step: int) -> list[Sample]:
+    """The samples of `episodes` scripted episodes; the same for the same arguments."""
+    rng = np.random.default_rng([seed, step])
+    play = family_of(family).play
+    return [
+        reply_sample(chat, call.messages, call.tools, call.reply)
+        for _ in range(episodes)
+        for call in play(rng)
+    ]
+
+
+def reply_sample(
+    chat: Chat,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    reply: Mapping[str, Any],
+) -> Sample:
+    """One call: the rendered messages as context, the reply up to its end of turn, trained.
+
+    Raises ValueError if the template does not render the reply behind its prompt.
+    """
+    prompt = chat.format.render(messages, tools)
+    whole = chat.format.render([*messages, reply], tools, add_generation_prompt=False)
+    end = whole.find(chat.format.end_of_turn, len(prompt))
+    if not whole.startswith(prompt) or end < 0:
+        raise ValueError(f"the chat template does not continue {prompt[-40:]!r} by a closed reply")
+    context = chat.tokenizer.encode(prompt)
+    output = chat.tokenizer.encode(whole[len(prompt) : end + len(chat.format.end_of_turn)])
+    mask = np.arange(len(context) + len(output)) >= len(context)
+    return Sample(
+        tokens=np.array(context + output, np.int32),
+        mask=mask,
+        old_logp=np.zeros(len(mask), np.float32),
+        advantage=mask.astype(np.float32),
+    )

@@ -1,0 +1,102 @@
+"""Laws of the advantages: siblings only, per episode, and no signal means no samples."""
+
+import numpy as np
+import pytest
+
+from forge_jax.rl.credit import group_samples, leave_one_out
+from forge_jax.types import Episode, Finish, Outcome, Status, Task, Turn
+
+
+def turn(prompt: int = 3, output: int = 2, finish: Finish = Finish.STOP, temperature=1.0) -> Turn:
+    return Turn(
+        prompt=np.arange(prompt, dtype=np.int32),
+        output=np.arange(output, dtype=np.int32),
+        logprobs=np.linspace(-1, -2, output, dtype=np.float32),
+        versions=np.zeros(output, np.int32),
+        temperature=temperature,
+        finish=finish,
+        parent=None,
+        start=0.0,
+        seconds=0.1,
+        queue_seconds=0.0,
+    )
+
+
+def episode(reward: float, turns: int = 1, status: Status = Status.COMPLETED) -> Episode:
+    return Episode(
+        item=0,
+        replica=0,
+        task=Task(family="hop", seed=0),
+        outcome=Outcome(status=status, reward=reward),
+        turns=tuple(turn() for _ in range(turns)),
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_baseline_is_the_mean_of_the_other_valid_episodes(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rewards, valid = rng.normal(size=8), rng.random(8) < 0.7
+    got = leave_one_out(rewards, valid)
+    if valid.sum() < 2:
+        assert got is None
+        return
+    for i in range(8):
+        others = [rewards[j] for j in range(8) if j != i and valid[j]]
+        want = rewards[i] - np.mean(others) if valid[i] else 0.0
+        np.testing.assert_allclose(got[i], want, atol=1e-12)
+
+
+def test_baseline_does_not_depend_on_the_own_reward() -> None:
+    rewards, valid = np.array([0.0, 1.0, 1.0, 0.0]), np.ones(4, bool)
+    moved = rewards + np.array([5.0, 0, 0, 0])
+    before, after = leave_one_out(rewards, valid), leave_one_out(moved, valid)
+    assert after[0] - before[0] == pytest.approx(5.0)
+
+
+def test_an_episode_split_into_more_calls_has_the_same_advantage() -> None:
+    short = group_samples([episode(1.0, turns=1), episode(0.0)])
+    long = group_samples([episode(1.0, turns=5), episode(0.0)])
+    assert {float(s.advantage.max()) for s, _ in short[:1]} == {
+        float(s.advantage.max()) for s, _ in long[:5]
+    }
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        [episode(1.0), episode(1.0), episode(1.0 + 1e-7)],
+        [episode(1.0), episode(0.0, status=Status.ENVIRONMENT_FAILED)],
+        [episode(0.0, status=Status.TIMED_OUT)] * 4,
+    ],
+    ids=["equal rewards", "one valid episode", "none valid"],
+)
+def test_a_group_without_signal_trains_nothing(group: list[Episode]) -> None:
+    assert group_samples(group) == []
+
+
+def test_failed_environments_leave_loss_and_baseline() -> None:
+    kept = [episode(1.0), episode(0.0), episode(0.0)]
+    crashed = episode(0.0, status=Status.ENVIRONMENT_FAILED)
+    alone, among = group_samples(kept), group_samples([*kept, crashed, crashed])
+    assert len(among) == len(alone) == 3
+    for (a, _), (b, _) in zip(alone, among, strict=True):
+        np.testing.assert_array_equal(a.advantage, b.advantage)
+
+
+def test_only_sampled_tokens_with_log_probs_are_trained() -> None:
+    aborted = turn(finish=Finish.ABORT)
+    greedy = turn(temperature=0.0)
+    good = turn(prompt=4, output=3)
+    first = Episode(
+        item=0,
+        replica=0,
+        task=Task(family="hop", seed=0),
+        outcome=Outcome(status=Status.COMPLETED, reward=1.0),
+        turns=(aborted, greedy, good),
+    )
+    ((sample, source),) = group_samples([first, episode(0.0, turns=0)])
+    assert source is good
+    assert sample.mask.tolist() == [False] * 4 + [True] * 3
+    np.testing.assert_array_equal(sample.old_logp[sample.mask], good.logprobs)
+    assert (sample.advantage[sample.mask] == 1.0).all()
+    assert not sample.advantage[~sample.mask].any()
