@@ -23,6 +23,15 @@ from forge_jax.models.tokenizer import Tokenizer
 
 TOOL_FORMATS = ("hermes", "lookup")
 BUILT_IN = {"chatml": ("<|im_end|>", "hermes"), "lookup": ("\n", "lookup")}
+# What rendering raises on messages that a template cannot write.
+REFUSALS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+)
 
 
 class TemplateError(UserError):
@@ -69,7 +78,7 @@ class ChatFormat:
             )
         except TemplateError:
             raise
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except REFUSALS as error:
             raise TemplateError(f"chat template: {error}") from error
 
 

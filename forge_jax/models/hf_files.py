@@ -48,8 +48,8 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     """
     if (folder / INDEX).exists():
         placed = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(placed, dict):
-            raise UserError(f"{folder / INDEX}: no weight_map")
+        if not isinstance(placed, dict) or not all(isinstance(f, str) for f in placed.values()):
+            raise UserError(f"{folder / INDEX}: weight_map must give each tensor a file name")
         files = {name: folder / file for name, file in placed.items()}
         present = {file: _names(file) for file in sorted(set(files.values()))}
         for name, file in files.items():

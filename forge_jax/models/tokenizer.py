@@ -105,6 +105,9 @@ class JsonTokenizer:
             raise UserError(f"tokenizer {path}: {error.strerror}") from error
         except Exception as error:  # the library raises bare Exception on a bad file
             raise UserError(f"tokenizer {path}: {error}") from error
+        # Settings for batches of training data, which would cut or pad a prompt.
+        self._inner.no_truncation()
+        self._inner.no_padding()
         kinds = _decoder_kinds(json.loads(self._json).get("decoder"))
         if kinds - STREAMABLE:
             raise UserError(f"tokenizer {path}: unsupported decoder {sorted(kinds - STREAMABLE)}")
@@ -138,9 +141,10 @@ class JsonTokenizer:
         if token is None:
             return REPLACEMENT
         if self._byte_level:
-            if all(char in self._alphabet for char in token):
-                return bytes(self._alphabet[char] for char in token)
-            return token.encode()
+            raw = [self._alphabet.get(char) for char in token]
+            if token in self._added or None in raw:
+                return token.encode()
+            return bytes(raw)  # type: ignore[arg-type]
         if self._byte_fallback and re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
             return bytes((int(token[3:5], 16),))
         alone = self._inner.decode([index], skip_special_tokens=False)

@@ -1,0 +1,152 @@
+"""Models by name or folder, each with the chat that belongs to it."""
+
+import dataclasses
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_model import SMALL, weights
+
+from experiments.models import preset, presets, resolve
+from forge_jax.config import UserError
+from forge_jax.models.chat import Chat, built_in
+from forge_jax.models.hf import export_folder
+from forge_jax.models.load import build, load_folder
+from forge_jax.models.tokenizer import ByteTokenizer, JsonTokenizer
+from forge_jax.models.transformer import layout
+from forge_jax.trees import is_param
+
+CFG = dataclasses.replace(SMALL, vocab=264)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An exported ChatML model."""
+    export_folder(tmp_path / "model", CFG, weights(CFG), ByteTokenizer(), built_in("chatml"))
+    return tmp_path / "model"
+
+
+def edit(file: Path, **changes: Any) -> None:
+    old = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({k: v for k, v in {**old, **changes}.items() if v is not None}))
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("quick", 103_296),
+        ("micro", 254_400),
+        ("bench-10m", 10_096_640),
+        ("qwen3-0.6b", 596_049_920),  # of the published model
+    ],
+)
+def test_presets_have_the_sizes_they_promise(name: str, size: int) -> None:
+    assert name in presets()
+    cfg, chat = preset(name)
+    leaves = jax.tree.leaves(layout(cfg), is_leaf=is_param)
+    assert sum(math.prod(p.shape) for p in leaves) == size
+    assert chat.tokenizer.vocab_size <= cfg.vocab
+
+
+def test_a_preset_is_a_function_of_its_seed() -> None:
+    one, again, other = (resolve("quick", seed) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(one.params["embed"], again.params["embed"])
+    assert not np.allclose(one.params["embed"], other.params["embed"])
+    assert (one.name, one.chat.format) == ("quick", built_in("lookup"))
+
+
+def test_an_unknown_model_lists_the_presets() -> None:
+    with pytest.raises(UserError, match=r"model='gpt-9' .*bench-10m, micro, quick, qwen3-0\.6b"):
+        resolve("gpt-9")
+
+
+def test_a_folder_is_resolved_in_the_dtype_asked_for(folder: Path) -> None:
+    model = resolve(str(folder), dtype=jnp.bfloat16)
+    assert {x.dtype for x in jax.tree.leaves(model.params)} == {jnp.dtype(jnp.bfloat16)}
+    assert (model.name, model.cfg) == ("model", CFG)
+    with pytest.raises(UserError, match=r"config\.json"):
+        resolve(str(folder.parent))
+
+
+def test_a_model_smaller_than_its_tokenizer_is_refused() -> None:
+    chat = Chat(tokenizer=ByteTokenizer(), format=built_in("chatml"))
+    with pytest.raises(UserError, match="vocab=61"):
+        build(SMALL, chat, 0, "small")
+
+
+@pytest.mark.parametrize("name", ["chatml", "lookup"])
+def test_a_chat_survives_export_and_import(folder: Path, name: str) -> None:
+    form = built_in(name)
+    export_folder(folder, CFG, weights(CFG), ByteTokenizer(), form)
+    chat = load_folder(folder).chat
+    assert dataclasses.replace(chat.format, eos_token="") == form
+    assert chat.stop_ids[0] == ByteTokenizer().encode(form.end_of_turn)[0]
+    messages = [{"role": "user", "content": "é<|im_end|>"}]
+    text = chat.format.render(messages)
+    assert text == form.render(messages)
+    assert chat.tokenizer.encode(text) == ByteTokenizer().encode(text)
+
+
+def test_stop_ids_and_special_tokens_come_from_the_folder(folder: Path) -> None:
+    edit(folder / "generation_config.json", eos_token_id=[258, 256])
+    edit(folder / "tokenizer_config.json", bos_token={"content": "<|endoftext|>"}, forge_jax=None)
+    chat = load_folder(folder).chat
+    assert chat.stop_ids == (258, 256)
+    assert (chat.format.bos_token, chat.format.tool_format) == ("<|endoftext|>", "hermes")
+    # Without a token that ends a text by name, the first id that does closes a turn.
+    edit(folder / "tokenizer_config.json", eos_token=None)
+    assert load_folder(folder).chat.format.end_of_turn == "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "stored",
+    ["{{ 1 + 1 }}", [{"name": "rag", "template": "x"}, {"name": "default", "template": "2"}]],
+)
+def test_templates_may_be_in_the_tokenizer_config(folder: Path, stored: Any) -> None:
+    (folder / "chat_template.jinja").unlink()
+    edit(folder / "tokenizer_config.json", chat_template=stored)
+    assert load_folder(folder).chat.format.render([]) == "2"
+
+
+def test_what_a_folder_lacks_is_said(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / "chat_template.jinja").unlink()
+    with caplog.at_level(logging.WARNING):
+        assert load_folder(folder).chat.format == dataclasses.replace(
+            built_in("chatml"), eos_token="<|im_end|>"
+        )
+    assert "no chat template" in caplog.text
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    with caplog.at_level(logging.WARNING):
+        chat = load_folder(folder).chat
+    assert isinstance(chat.tokenizer, ByteTokenizer)
+    assert "no tokenizer" in caplog.text
+
+
+def test_broken_chats_are_named(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(UserError, match="line 1"):
+        load_folder(folder)
+    (folder / "chat_template.jinja").write_text("ok")
+    edit(folder / "tokenizer_config.json", eos_token="two tokens", forge_jax=None)
+    with pytest.raises(UserError, match="'two tokens' is not one token"):
+        load_folder(folder)
+    edit(folder / "tokenizer_config.json", eos_token=None)
+    edit(folder / "config.json", eos_token_id=None)
+    with pytest.raises(UserError, match="no eos_token"):
+        load_folder(folder)
+    (folder / "tokenizer.json").rename(folder / "vocab.json")
+    with pytest.raises(UserError, match=r"vocab\.json but no tokenizer\.json"):
+        load_folder(folder)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(folder: Path) -> None:
+    export_folder(folder, SMALL, weights(SMALL), JsonTokenizer(folder / "tokenizer.json"))
+    with pytest.raises(UserError, match="259 ids, the model has 61"):
+        load_folder(folder)
