@@ -14,7 +14,7 @@ MAY_IMPORT = {
     "attention": {"types", "config", "trees", "sharding"},
     "models": {"types", "config", "trees", "sharding"},
     "rollout": {"types", "config", "trees", "sharding", "models", "attention"},
-    "gateway": {"types", "config", "models.chat"},
+    "gateway": {"types", "config", "models.chat", "models.tokenizer"},
     "agents": {"types", "config"},
     "sched": {"types", "config"},
     "rl": {

@@ -1,0 +1,113 @@
+"""Reads the conversation of a Chat Completions body.
+
+Client JSON flows in, a `Conversation` flows out. Roles, keys and tools that nobody
+here knows are tolerated; what is known but has the wrong type is refused by name.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from forge_jax.gateway.errors import ApiError
+from forge_jax.gateway.fields import mapping, sequence, text, wrong
+from forge_jax.gateway.messages import Conversation, Message, ToolCall, compact
+
+ROLES = {"system": "system", "developer": "system", "assistant": "assistant", "tool": "tool",
+         "function": "tool"}  # fmt: skip
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+EXTRA = ("name", "tool_call_id", "reasoning_content")
+RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+
+
+def read_conversation(body: Mapping[str, Any]) -> Conversation:
+    """Messages, tools and template switches of a body. Raises ApiError(400)."""
+    messages = sequence(body, "messages")
+    if not messages:
+        raise ApiError(400, "messages must hold at least one message", param="messages")
+    variables = mapping(body, "chat_template_kwargs")
+    for name in RESERVED:
+        if name in variables:
+            path = f"chat_template_kwargs.{name}"
+            raise ApiError(400, f"{path} is not a switch of a template", param=path)
+    return Conversation(
+        messages=tuple(_message(m, f"messages[{i}]") for i, m in enumerate(messages)),
+        tools=() if body.get("tool_choice") == "none" else _tools(body),
+        variables=variables,
+        json_schema=_schema(body),
+    )
+
+
+def _message(value: Any, path: str) -> Message:
+    if not isinstance(value, dict):
+        raise wrong(path, value, "an object")
+    role = text(value, "role", f"{path}.")
+    if role is None:
+        raise ApiError(400, f"{path}.role is missing", param=f"{path}.role")
+    calls = sequence(value, "tool_calls", f"{path}.") if role == "assistant" else ()
+    extra = {name: value[name] for name in EXTRA if isinstance(value.get(name), str)}
+    return Message(
+        role=ROLES.get(role, "user"),
+        content=_content(value.get("content"), f"{path}.content"),
+        calls=tuple(_call(c, f"{path}.tool_calls[{i}]") for i, c in enumerate(calls)),
+        extra=extra,
+    )
+
+
+def _content(value: Any, path: str) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise wrong(path, value, "a string or a list of parts")
+    return "\n".join(_part(part, f"{path}[{i}]") for i, part in enumerate(value))
+
+
+def _part(part: Any, path: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise wrong(path, part, "a part with a type and a text")
+    kind = text(part, "type", f"{path}.") or "text"
+    if kind not in TEXT_PARTS:
+        raise ApiError(400, f"{path}.type={kind!r}: this model reads text", param=f"{path}.type")
+    return text(part, TEXT_PARTS[kind], f"{path}.") or ""
+
+
+def _call(value: Any, path: str) -> ToolCall:
+    if not isinstance(value, dict):
+        raise wrong(path, value, "an object")
+    function = mapping(value, "function", f"{path}.")
+    name = text(function, "name", f"{path}.function.")
+    if name is None:
+        raise ApiError(400, f"{path}.function.name is missing", param=f"{path}.function.name")
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):  # some clients send the object itself
+        arguments = compact({} if arguments is None else arguments)
+    return ToolCall(id=text(value, "id", f"{path}.") or "", name=name, arguments=arguments)
+
+
+def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    tools = []
+    for i, tool in enumerate(sequence(body, "tools")):
+        path = f"tools[{i}]"
+        if not isinstance(tool, dict):
+            raise wrong(path, tool, "an object")
+        if tool.get("type", "function") != "function":
+            continue  # hosted tools, which no model here can call
+        function = mapping(tool, "function", f"{path}.")
+        if not text(function, "name", f"{path}.function."):
+            raise ApiError(400, f"{path}.function.name is missing", param=f"{path}.function.name")
+        # Nothing else is kept: cache marks move from request to request.
+        tools.append({"type": "function", "function": function})
+    return tuple(tools)
+
+
+def _schema(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    wanted = mapping(body, "response_format")
+    kind = text(wanted, "type", "response_format.")
+    if kind == "json_object":
+        return {"type": "object"}
+    if kind != "json_schema":
+        return None
+    holder = mapping(wanted, "json_schema", "response_format.")
+    return mapping(holder, "schema", "response_format.json_schema.")

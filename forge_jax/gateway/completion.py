@@ -1,0 +1,115 @@
+"""One completion of a call, from its first token to the `Turn` it becomes.
+
+Chunks flow in as the engine samples them; read text and tool calls flow out at once,
+the exact tokens at the end. What was sampled is kept as it was, whatever is read.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from forge_jax.gateway.messages import Message, ToolCall
+from forge_jax.gateway.text import TextReader
+from forge_jax.gateway.tools import ToolParser
+from forge_jax.models.tokenizer import Tokenizer
+from forge_jax.types import Chunk, Finish, Request, Turn
+
+Place = tuple[int, int]  # number of a call in its session, number of the choice
+
+
+class Completion:
+    """Tokens and text of one of the n completions of a call."""
+
+    def __init__(
+        self, place: Place, request: Request, parent: Place | None, reader: TextReader,
+        parser: ToolParser,
+    ):  # fmt: skip
+        self.place = place
+        self.request = request
+        self.parent = parent
+        self.finish: Finish | None = None
+        self.stop_text: str | None = None
+        self.queue_seconds = 0.0
+        self.cached_tokens = 0
+        self.ended = 0.0  # time of the last token
+        self._chunks: list[Chunk] = []
+        self._reader = reader
+        self._parser = parser
+        self._content: list[str] = []
+        self._calls: list[ToolCall] = []
+
+    def take(self, chunk: Chunk, now: float) -> list[str | ToolCall]:
+        """Adds newly sampled tokens; gives the content and tool calls read from them."""
+        if not self._chunks:
+            self.queue_seconds = chunk.queue_seconds
+            self.cached_tokens = chunk.cached_tokens
+        self._chunks.append(chunk)
+        self.ended = now
+        pieces = self._parser.feed(self._reader.feed(chunk))
+        if chunk.finish is not None:
+            self.finish, self.stop_text = chunk.finish, chunk.stop_text
+            pieces += self._parser.finish()
+        for piece in pieces:
+            if isinstance(piece, str):
+                self._content.append(piece)
+            else:
+                self._calls.append(piece)
+        return pieces
+
+    def abort(self, now: float) -> None:
+        """Marks the completion as one that nobody received; it will not be trained on."""
+        if self.finish is None:
+            self.ended = now
+        self.finish = Finish.ABORT
+
+    @property
+    def started(self) -> bool:
+        return bool(self._chunks)
+
+    # What follows is read, and from then on fixed, only once the completion has ended.
+
+    @functools.cached_property
+    def message(self) -> Message:
+        """The reply as it was told to the client."""
+        content = "".join(self._content)
+        return Message(role="assistant", content=content, calls=tuple(self._calls))
+
+    @functools.cached_property
+    def output(self) -> np.ndarray:
+        """i32[C], what was sampled."""
+        return _joined([c.ids for c in self._chunks], np.int32)
+
+    @functools.cached_property
+    def logprobs(self) -> np.ndarray:
+        """f32[C], the sampler's."""
+        return _joined([c.logprobs for c in self._chunks], np.float32)
+
+    @functools.cached_property
+    def versions(self) -> np.ndarray:
+        """i32[C], of the weights that sampled each token."""
+        return _joined([c.versions for c in self._chunks], np.int32)
+
+    def raw_text(self, tokenizer: Tokenizer) -> str:
+        """The sampled tokens as text, what ended them included."""
+        return tokenizer.decode(self.output.tolist())
+
+    def turn(self, parents: Mapping[Place, int], arrived: float, opened: float) -> Turn:
+        """The record of this completion; `parents` numbers the turns of the session."""
+        return Turn(
+            prompt=self.request.prompt,
+            output=self.output,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            temperature=self.request.sampling.temperature,
+            finish=self.finish or Finish.ABORT,
+            parent=None if self.parent is None else parents.get(self.parent),
+            start=arrived - opened,
+            seconds=max(0.0, self.ended - arrived),
+            queue_seconds=self.queue_seconds,
+        )
+
+
+def _joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)

@@ -1,0 +1,259 @@
+"""One call from its HTTP request to its recorded end, whatever its protocol.
+
+A request flows in; an answer flows out to the client, and a `Call` into its session.
+Each call that was begun ends there exactly once: finished, refused or aborted.
+"""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from starlette.types import Receive, Scope, Send
+
+from forge_jax.gateway.ask import Ask
+from forge_jax.gateway.call import Call, draw
+from forge_jax.gateway.completion import Completion
+from forge_jax.gateway.config import GatewayConfig
+from forge_jax.gateway.errors import ApiError, ClientGone, from_refusal
+from forge_jax.gateway.exchange import (
+    EventStream,
+    headers_of,
+    read_body,
+    send_body,
+    unless_gone,
+)
+from forge_jax.gateway.fields import parse_object
+from forge_jax.gateway.history import Prompt, write_prompt
+from forge_jax.gateway.messages import Conversation, ToolCall, encoded
+from forge_jax.gateway.metrics import Metrics
+from forge_jax.gateway.session import Session, request_digest, session_hints
+from forge_jax.gateway.sessions import Sessions
+from forge_jax.gateway.text import TextReader
+from forge_jax.gateway.tools import PlainText, ToolParser, parser_for
+from forge_jax.gateway.wire import Context, Wire
+from forge_jax.models.chat import Chat, TemplateError
+from forge_jax.types import Chunk, Engine, Facts, Refused, Request, Sampling
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Core:
+    """What every call needs, and shares."""
+
+    engine: Engine
+    chat: Chat
+    model: str
+    config: GatewayConfig
+    sessions: Sessions
+    metrics: Metrics
+
+
+class Endpoint:
+    """The ASGI application behind the routes of one protocol."""
+
+    def __init__(self, core: Core, wire: Wire):
+        self._core = core
+        self._wire = wire
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrived = time.monotonic()
+        try:
+            body = await read_body(receive, self._core.config.max_body_bytes)
+            try:
+                ask = self._wire.parse(parse_object(body))
+                session, call, named = self._begin(scope, ask, body, arrived)
+            except TemplateError as error:
+                raise ApiError(400, str(error), param="messages") from error
+            except RecursionError:
+                raise ApiError(400, "the body is nested too deeply") from None
+            self._core.sessions.begin(session, call, named)
+            await self._serve(session, call, ask, receive, send)
+        except ClientGone:
+            pass  # there is nobody to answer
+
+    def _begin(
+        self, scope: Scope, ask: Ask, body: bytes, arrived: float
+    ) -> tuple[Session, Call, bool]:
+        """The call that a request is; the session does not know of it yet."""
+        core, headers = self._core, headers_of(scope)
+        name = session_name(scope, headers)
+        session = core.sessions.of(name, core.config.undeclared)
+        if session is None:
+            raise ApiError(404, f"session {name!r} is not open", code="session_not_found")
+        prompt = self._prompt(session, ask)
+        digest = request_digest(scope["path"], body)
+        retried = headers.get("x-stainless-retry-count", "0") != "0"
+        number, drawn = session.number(digest, retried)
+        call = Call(
+            number=number,
+            draw=drawn,
+            id=session.call_id(number),
+            digest=digest,
+            prompt=prompt,
+            arrived=arrived,
+            hints=session_hints(headers),
+        )
+        call.completions = self._completions(session, call, ask)
+        return session, call, name is not None
+
+    def _prompt(self, session: Session, ask: Ask) -> Prompt:
+        if isinstance(ask.source, Conversation):
+            prompt = write_prompt(self._core.chat, ask.source, session.replies.find, session.encode)
+        elif isinstance(ask.source, str):
+            prompt = Prompt(ids=session.encode(ask.source), text=ask.source)
+        else:
+            ids = np.array(ask.source, np.int32)
+            prompt = Prompt(ids=ids, text=self._core.chat.tokenizer.decode(ask.source))
+        if len(prompt.ids) == 0:
+            raise ApiError(400, "the prompt has no tokens", code="empty_prompt")
+        return prompt
+
+    def _completions(self, session: Session, call: Call, ask: Ask) -> tuple[Completion, ...]:
+        chat = self._core.chat
+        parent = session.replies.parent(call.prompt.ids)
+        temperature = session.temperature if ask.temperature is None else ask.temperature
+        completions = []
+        for choice in range(ask.n):
+            sampling = Sampling(
+                temperature=1.0 if temperature is None else temperature,
+                max_tokens=ask.max_tokens,
+                seed=session.seed_of(call.draw) if ask.seed is None else ask.seed,
+                choice=choice,
+                stop=ask.stop,
+                stop_ids=(*chat.stop_ids, *ask.stop_ids),
+                ignore_eos=ask.ignore_eos,
+            )
+            request = Request(
+                prompt=call.prompt.ids, sampling=sampling, facts=_facts(call, ask.source)
+            )
+            completions.append(
+                Completion(
+                    place=(call.number, choice),
+                    request=request,
+                    parent=None if parent is None else parent.place,
+                    reader=TextReader(chat.tokenizer, sampling),
+                    parser=self._parser(ask.source, f"call_{call.id}_{choice}"),
+                )
+            )
+        return tuple(completions)
+
+    def _parser(self, source: object, prefix: str) -> ToolParser:
+        if isinstance(source, Conversation):
+            return parser_for(self._core.chat.format.tool_format, source.tools, prefix)
+        return PlainText()
+
+    async def _serve(
+        self, session: Session, call: Call, ask: Ask, receive: Receive, send: Send
+    ) -> None:
+        """Draws and answers a call, and records how it ended."""
+        core = self._core
+        headers = {"x-forge-not-applied": ",".join(ask.not_applied)} if ask.not_applied else {}
+        stream = EventStream(send, headers) if ask.stream else None
+        answer = Answer(core, self._wire, session, call, ask)
+        core.metrics.begin(call)
+        try:
+            await unless_gone(
+                receive,
+                answer.stream(stream) if stream else answer.whole(send, headers),
+                call.begin,
+                core.config.keep_alive_seconds,
+                stream.keep_alive if stream else None,
+            )
+        except Refused as refusal:
+            session.refuse(call)
+            await answer.fail(stream, from_refusal(refusal))
+        except asyncio.CancelledError:
+            session.abort(call)
+            current = asyncio.current_task()
+            if current is None or current.cancelling():
+                raise  # the server stops
+            await answer.fail(stream, ApiError(410, "the session was closed"))
+        except ClientGone:
+            session.abort(call)
+        except Exception:
+            session.abort(call)
+            LOG.exception("a call failed")
+            await answer.fail(stream, ApiError(500, "the server failed"))
+        finally:
+            core.metrics.end(call)
+            core.sessions.ended(session, call)
+
+
+class Answer:
+    """Draws the completions of one call and tells them to its client."""
+
+    def __init__(self, core: Core, wire: Wire, session: Session, call: Call, ask: Ask):
+        self._engine = core.engine
+        self._wire = wire
+        self._session = session
+        self._call = call
+        self._context = Context(
+            ask=ask,
+            call=call,
+            model=core.model,
+            created=int(time.time()),
+            tokenizer=core.chat.tokenizer,
+        )
+
+    async def whole(self, send: Send, headers: dict[str, str]) -> None:
+        """One JSON object."""
+
+        async def take(completion: Completion, chunk: Chunk, _: list[str | ToolCall]) -> None:
+            self._session.learn(completion)
+
+        await draw(self._engine, self._call, take)
+        body = encoded(self._wire.answer(self._context))
+        await send_body(send, 200, body, "application/json", headers)
+        self._call.delivered = True
+
+    async def stream(self, stream: EventStream) -> None:
+        """Events as the tokens arrive."""
+        writer = self._wire.stream(self._context)
+
+        async def tell(completion: Completion, chunk: Chunk, pieces: list[str | ToolCall]) -> None:
+            # Before its client can answer: the next call may come with the last token.
+            self._session.learn(completion)
+            await stream.send(writer.pieces(completion, chunk, pieces))
+            self._call.delivered = self._call.finished
+
+        await draw(self._engine, self._call, tell)
+        await stream.send(writer.end())
+        await stream.end()
+
+    async def fail(self, stream: EventStream | None, error: ApiError) -> None:
+        """Tells an error: with its status if possible, else in the stream that has begun."""
+        if stream is None or not stream.begun:
+            raise error
+        await stream.send(self._wire.stream(self._context).error(error))
+        await stream.end()
+
+
+def session_name(scope: Scope, headers: dict[str, str]) -> str | None:
+    """Path, else header, else API key; None if the client gives none of them."""
+    return (
+        scope["path_params"].get("session")
+        or headers.get("x-forge-session")
+        or api_key(headers)
+        or None
+    )
+
+
+def api_key(headers: dict[str, str]) -> str:
+    """The key of a request, "" if it has none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+
+
+def _facts(call: Call, source: object) -> Facts:
+    if not isinstance(source, Conversation):
+        return Facts(text=call.prompt.text, call=call.number)
+    return Facts(
+        text=call.prompt.text,
+        tools=source.tools,
+        tool_result=source.messages[-1].role == "tool",
+        json_schema=source.json_schema,
+        call=call.number,
+    )

@@ -1,0 +1,155 @@
+"""The gateway: agents' HTTP calls in, token-exact `Turn`s out.
+
+An engine and a chat are passed in; agents see models only. Every token an agent's
+model was fed or sampled is in the turns of its session, exactly as it was.
+"""
+
+import hmac
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from forge_jax.gateway.chat_completions import CHAT_COMPLETIONS
+from forge_jax.gateway.completions import COMPLETIONS
+from forge_jax.gateway.config import GatewayConfig
+from forge_jax.gateway.endpoint import Core, Endpoint, api_key
+from forge_jax.gateway.errors import ApiError, error_body, error_headers
+from forge_jax.gateway.messages import encoded
+from forge_jax.gateway.metrics import Metrics
+from forge_jax.gateway.server import serving
+from forge_jax.gateway.session import Session
+from forge_jax.gateway.sessions import Sessions
+from forge_jax.models.chat import Chat
+from forge_jax.types import Engine, Turn
+
+CALLS = {"/v1/chat/completions": CHAT_COMPLETIONS, "/v1/completions": COMPLETIONS}
+
+
+class Gateway:
+    """Serves one model to agents and records their calls by session."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        chat: Chat,
+        model_name: str,
+        admin_key: str,
+        config: GatewayConfig = GatewayConfig(),  # noqa: B008  (frozen)
+    ):
+        """`admin_key` opens the records of sessions over HTTP."""
+        self._admin_key = admin_key
+        self._config = config
+        self._sessions = Sessions(chat, config.keep_tokens)
+        self._core = Core(
+            engine=engine,
+            chat=chat,
+            model=model_name,
+            config=config,
+            sessions=self._sessions,
+            metrics=Metrics(),
+        )
+        self.app = self._build()
+
+    def open(self, session: str, seed: int | None = None, temperature: float | None = None) -> None:
+        """Declares a session and how its calls are drawn where they do not say.
+
+        Call k gets a seed of its own from (`seed`, k), so a session that is played again
+        samples the same tokens. Raises ValueError if the session is already open.
+        """
+        self._sessions.open(session, seed, temperature)
+
+    def close(self, session: str) -> tuple[Turn, ...]:
+        """Ends a session, aborting calls still running; gives its turns and forgets it.
+
+        Raises KeyError if there is no such session.
+        """
+        return self._sessions.close(session)
+
+    def running(self, host: str = "127.0.0.1", port: int = 0) -> AbstractAsyncContextManager[str]:
+        """Serves HTTP for as long as the block runs; gives the root URL."""
+        return serving(self.app, host, port, self._config.drain_seconds)
+
+    def _build(self) -> FastAPI:
+        app = FastAPI(openapi_url=None)
+        for path, wire in CALLS.items():
+            endpoint = Endpoint(self._core, wire)
+            for prefix in ("", "/s/{session:path}"):
+                app.add_route(prefix + path, endpoint, methods=["POST"])  # type: ignore[arg-type]
+        for prefix in ("", "/s/{session:path}"):
+            app.add_route(f"{prefix}/v1/models", self._models, methods=["GET"])
+            app.add_route(f"{prefix}/v1/models/{{model:path}}", self._model, methods=["GET"])
+        app.add_route("/sessions/{session:path}", self._session, methods=["GET"])
+        app.add_route("/health", self._health, methods=["GET"])
+        app.add_route("/metrics", self._metrics, methods=["GET"])
+        app.add_exception_handler(ApiError, _told)
+        app.add_exception_handler(HTTPException, _not_routed)
+        return app
+
+    def _described(self) -> Mapping[str, Any]:
+        return {"id": self._core.model, "object": "model", "created": 0, "owned_by": "forge_jax"}
+
+    async def _models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._described()]})
+
+    async def _model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        if name != self._core.model:
+            raise ApiError(404, f"model {name!r} is not served", code="model_not_found")
+        return _json(self._described())
+
+    async def _health(self, request: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def _metrics(self, request: Request) -> Response:
+        text = self._core.metrics.text(len(self._sessions))
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    async def _session(self, request: Request) -> Response:
+        given = api_key(dict(request.headers))
+        if not hmac.compare_digest(given.encode(), self._admin_key.encode()):
+            raise ApiError(401, "this route needs the admin key", code="invalid_api_key")
+        name = request.path_params["session"]
+        session = self._sessions.get(name)
+        if session is None:
+            raise ApiError(404, f"session {name!r} is not known", code="session_not_found")
+        return _json({"session": name, "turns": _recorded(session)})
+
+
+def _recorded(session: Session) -> list[Mapping[str, Any]]:
+    return [
+        {
+            "prompt_ids": turn.prompt.tolist(),
+            "output_ids": turn.output.tolist(),
+            "logprobs": turn.logprobs.tolist(),
+            "versions": turn.versions.tolist(),
+            "finish_reason": str(turn.finish),
+            "parent": turn.parent,
+            "seconds": turn.seconds,
+            "start": turn.start,
+            "queue_seconds": turn.queue_seconds,
+            "temperature": turn.temperature,
+            "hints": call.hints,
+        }
+        for call, turn in session.turns()
+    ]
+
+
+def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(
+        encoded(value), status_code=status, headers=headers, media_type="application/json"
+    )
+
+
+async def _told(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _json(error_body(error), error.status, error_headers(error))
+
+
+async def _not_routed(request: Request, error: Exception) -> Response:
+    """404 and 405, in the shape of every other error."""
+    assert isinstance(error, HTTPException)
+    told = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    return _json(error_body(told), told.status, error.headers)

@@ -1,0 +1,172 @@
+"""Writes a conversation as the exact tokens the model saw and sampled.
+
+A conversation flows in, the prompt's token ids flow out. A reply the session recorded
+is never tokenised again: its place in the rendered text is marked, the text around
+the marks is tokenised piece by piece, and the sampled ids are put between. So the
+prompt of a later call begins with prompt and output of the earlier one wherever the
+template keeps its history, and differs exactly where the template or the client
+changed something.
+"""
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from forge_jax.gateway.completion import Completion
+from forge_jax.gateway.messages import Conversation, Message
+from forge_jax.models.chat import Chat
+
+# Private-use characters around a number that no client can guess.
+SECRET = secrets.token_hex(8)
+THINK, END_THINK = "<think>", "</think>"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prompt:
+    """What is fed to the engine."""
+
+    ids: np.ndarray  # i32[P]
+    text: str
+    spliced: int = 0  # replies put in as they were sampled
+    foreign: int = 0  # assistant messages written by others, or changed
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A message that is a recorded reply: the completions it may be, and its marks."""
+
+    index: int
+    completions: tuple[Completion, ...]
+    raw: str  # the reply with everything that was sampled
+
+    @property
+    def text_mark(self) -> str:
+        return f"\ue000{SECRET}-{self.index}\ue001"
+
+    @property
+    def thought_mark(self) -> str:
+        return f"\ue000{SECRET}-{self.index}-thought\ue001"
+
+    def message(self) -> dict[str, Any]:
+        """The message with marks for content, as the template is to render it."""
+        content = self.text_mark
+        if END_THINK in self.raw:
+            content = f"{THINK}\n{self.thought_mark}\n{END_THINK}\n\n{content}"
+        return {"role": "assistant", "content": content}
+
+    def region(self, text: str) -> tuple[int, int] | None:
+        """Where the reply stands in `text`; None if the template did not keep all of it."""
+        if text.count(self.text_mark) != 1:
+            return None
+        begin = text.index(self.text_mark)
+        end = begin + len(self.text_mark)
+        if END_THINK not in self.raw:
+            return begin, end
+        thought = text.find(self.thought_mark)
+        if thought < 0 or thought > begin:
+            return None
+        if not self.raw.lstrip().startswith(THINK):
+            return thought, end  # the tag belongs to the header before the reply
+        opening = text.rfind(THINK, 0, thought)
+        if opening < 0 or text[opening + len(THINK) : thought].strip():
+            return None
+        return opening, end
+
+
+class _Writer:
+    """Puts rendered text and sampled ids together, piece by piece."""
+
+    def __init__(self, chat: Chat, encode: Callable[[str], np.ndarray]):
+        self._end_of_turn = chat.format.end_of_turn
+        self._end_id = chat.stop_ids[0]
+        self._encode = encode
+        self._closed = False  # the reply written last has its own end of turn
+        self._ids: list[np.ndarray] = [np.zeros(0, np.int32)]
+        self._text: list[str] = []
+
+    def text(self, piece: str) -> None:
+        """Appends rendered text, less an end of turn that the reply before it has."""
+        if self._closed and piece.startswith(self._end_of_turn):
+            whole = self._encode(piece)
+            piece = piece[len(self._end_of_turn) :]
+            # Where the token stands alone, the rest is tokenised in its sight.
+            self._ids.append(whole[1:] if whole[0] == self._end_id else self._encode(piece))
+        else:
+            self._ids.append(self._encode(piece))
+        self._text.append(piece)
+
+    def reply(self, slot: Slot) -> None:
+        """Appends what was sampled: behind exactly these ids if possible, else the newest."""
+        chosen = slot.completions[-1]
+        if len(slot.completions) > 1:
+            before = self.ids()
+            exact = (c for c in slot.completions if np.array_equal(c.request.prompt, before))
+            chosen = next(exact, chosen)
+        output = chosen.output
+        self._closed = len(output) > 0 and int(output[-1]) == self._end_id
+        self._ids.append(output)
+        self._text.append(slot.raw)
+
+    def ids(self) -> np.ndarray:
+        """i32[P], all ids so far."""
+        return np.concatenate(self._ids)
+
+    def plain(self) -> str:
+        """The text so far, sampled replies as they were."""
+        return "".join(self._text)
+
+
+def write_prompt(
+    chat: Chat,
+    conversation: Conversation,
+    find: Callable[[Message], tuple[Completion, ...]],
+    encode: Callable[[str], np.ndarray],
+) -> Prompt:
+    """The prompt of a conversation; `find` knows the session's replies.
+
+    Raises TemplateError where the template refuses the messages.
+    """
+    slots: list[Slot] = []
+    replies = 0
+    for index, message in enumerate(conversation.messages):
+        if message.role == "assistant":
+            replies += 1
+            completions = find(message)
+            if completions:
+                slots.append(Slot(index, completions, completions[-1].raw_text(chat.tokenizer)))
+    text = _render(chat, conversation, slots)
+    places = _places(slots, text)
+    while len(places) < len(slots):
+        slots = [slot for slot, _, _ in places]
+        text = _render(chat, conversation, slots)
+        places = _places(slots, text)
+    writer, cursor = _Writer(chat, encode), 0
+    for slot, begin, end in places:
+        writer.text(text[cursor:begin])
+        writer.reply(slot)
+        cursor = end
+    writer.text(text[cursor:])
+    return Prompt(
+        ids=writer.ids(), text=writer.plain(), spliced=len(slots), foreign=replies - len(slots)
+    )
+
+
+def _render(chat: Chat, conversation: Conversation, slots: Sequence[Slot]) -> str:
+    messages = [message.wire() for message in conversation.messages]
+    for slot in slots:
+        messages[slot.index] = slot.message()
+    return chat.format.render(messages, conversation.tools, True, **conversation.variables)
+
+
+def _places(slots: Sequence[Slot], text: str) -> list[tuple[Slot, int, int]]:
+    """The replies that stand whole and in order in a rendered text, and where."""
+    places, last = [], 0
+    for slot in slots:
+        region = slot.region(text)
+        if region is not None and region[0] >= last:
+            places.append((slot, *region))
+            last = region[1]
+    return places

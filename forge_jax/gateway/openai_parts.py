@@ -1,0 +1,62 @@
+"""Parts that OpenAI's two completion protocols share."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from forge_jax.gateway.ask import Ask
+from forge_jax.gateway.call import Call
+from forge_jax.gateway.completion import Completion
+from forge_jax.gateway.errors import ApiError, error_body
+from forge_jax.gateway.messages import encoded
+from forge_jax.models.tokenizer import Tokenizer
+from forge_jax.types import Finish
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(value: Mapping[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + encoded(value) + b"\n\n"
+
+
+def error_events(error: ApiError) -> list[bytes]:
+    """A stream's end when something went wrong after its headers were sent."""
+    return [event(error_body(error)), DONE]
+
+
+def last_events(head: Mapping[str, Any], ask: Ask, call: Call) -> list[bytes]:
+    """A stream's end: usage, where asked for, in a chunk without choices."""
+    if not ask.include_usage:
+        return [DONE]
+    return [event({**head, "choices": [], "usage": usage_of(call)}), DONE]
+
+
+def usage_of(call: Call) -> Mapping[str, Any]:
+    """Tokens of a call: its prompt once, all completions, and what a cache saved."""
+    prompt = len(call.prompt.ids)
+    sampled = sum(len(completion.output) for completion in call.completions)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
+        "prompt_tokens_details": {"cached_tokens": call.completions[0].cached_tokens},
+    }
+
+
+def finish_reason(completion: Completion) -> str:
+    """Why a finished completion ended, in OpenAI's words."""
+    if completion.finish is Finish.STOP and completion.message.calls:
+        return "tool_calls"
+    return str(completion.finish)
+
+
+def token_data(ids: np.ndarray, versions: np.ndarray) -> Mapping[str, Any]:
+    """Sampled tokens and the weight version of each."""
+    return {"token_ids": ids.tolist(), "weight_versions": versions.tolist()}
+
+
+def token_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> list[bytes]:
+    """What each id adds to a text it does not begin."""
+    return [tokenizer.piece(i, False) for i in ids.tolist()]

@@ -1,0 +1,98 @@
+"""Finds the recorded completion behind a message or a prompt that comes back.
+
+Clients rewrite almost everything in the history they send back except the ids of tool
+calls, so those are asked first and the canonical content second. What a client really
+changed is found under neither, and is no longer the model's own reply.
+"""
+
+import numpy as np
+
+from forge_jax.gateway.completion import Completion
+from forge_jax.gateway.messages import Message
+
+
+class Replies:
+    """The finished completions of one session, by what may be known of them later."""
+
+    def __init__(self) -> None:
+        self._by_call_id: dict[str, Completion] = {}
+        self._by_key: dict[object, list[Completion]] = {}
+        self._by_end: dict[tuple[int, int], list[Completion]] = {}
+        self._lengths: dict[int, int] = {}  # prompt and output together -> how many such
+
+    def add(self, completion: Completion) -> None:
+        """Makes a finished completion known."""
+        for call in completion.message.calls:
+            self._by_call_id[call.id] = completion
+        for key in _keys(completion):
+            self._by_key.setdefault(key, []).append(completion)
+        end = _end(completion)
+        if end is not None:
+            self._by_end.setdefault(end, []).append(completion)
+            self._lengths[end[0]] = self._lengths.get(end[0], 0) + 1
+
+    def discard(self, completion: Completion) -> None:
+        """Forgets a completion; one that is not known is no mistake."""
+        for call in completion.message.calls:
+            self._by_call_id.pop(call.id, None)
+        for key in _keys(completion):
+            _remove(self._by_key, key, completion)
+        end = _end(completion)
+        if end is not None and _remove(self._by_end, end, completion):
+            self._lengths[end[0]] -= 1
+            if self._lengths[end[0]] == 0:
+                del self._lengths[end[0]]
+
+    def find(self, message: Message) -> tuple[Completion, ...]:
+        """Completions that `message` may be, the newest last; () if it is none of ours.
+
+        Text may be missing beside a known tool call (some clients drop it), but
+        neither it nor a call may differ.
+        """
+        known = next(
+            (self._by_call_id[c.id] for c in message.calls if c.id in self._by_call_id), None
+        )
+        if known is None:
+            return tuple(self._by_key.get(message.key, ()))
+        text, calls = known.message.key
+        same = message.key[1] == calls and message.key[0] in ("", text)
+        return (known,) if same else ()
+
+    def parent(self, prompt: np.ndarray) -> Completion | None:
+        """The completion whose prompt and output are the longest beginning of `prompt`."""
+        for length in sorted((n for n in self._lengths if n <= len(prompt)), reverse=True):
+            for completion in reversed(self._by_end.get((length, int(prompt[length - 1])), ())):
+                fed = completion.request.prompt
+                if np.array_equal(prompt[: len(fed)], fed) and np.array_equal(
+                    prompt[len(fed) : length], completion.output
+                ):
+                    return completion
+        return None
+
+
+def _keys(completion: Completion) -> tuple[object, ...]:
+    """What the reply looks like when it comes back as text."""
+    text, calls = completion.message.key
+    if completion.stop_text is None:
+        return ((text, calls),)
+    # Some clients put back the stop string at which the text was cut.
+    told = completion.message.content
+    return ((text, calls), ((told + completion.stop_text).strip(), calls))
+
+
+def _end(completion: Completion) -> tuple[int, int] | None:
+    """Length of prompt and output, and the last token; None if nothing was sampled."""
+    output = completion.output
+    if len(output) == 0:
+        return None
+    return len(completion.request.prompt) + len(output), int(output[-1])
+
+
+def _remove(index: dict, key: object, completion: Completion) -> bool:
+    known = index.get(key, [])
+    if completion not in known:
+        return False
+    known.remove(completion)
+    if not known:
+        del index[key]
+    return True

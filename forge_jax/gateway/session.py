@@ -1,0 +1,166 @@
+"""One session: the tree of calls that share an identity.
+
+Calls flow in as they begin and end; `Turn`s flow out. Every completion that was
+sampled is in the turns exactly once, and of a request that was sent again only the
+last attempt counts as finished.
+"""
+
+import hashlib
+import time
+from collections.abc import Mapping
+
+import numpy as np
+
+from forge_jax.gateway.call import Call
+from forge_jax.gateway.completion import Completion
+from forge_jax.gateway.replies import Replies
+from forge_jax.models.chat import Chat
+from forge_jax.types import Finish, Turn
+
+FAILURES_KEPT = 256  # failed attempts remembered while their retries may still come
+
+
+class Session:
+    """Calls of one identity, in order of arrival."""
+
+    def __init__(
+        self, name: str, seed: int | None, temperature: float | None, declared: bool, chat: Chat
+    ):
+        self.name = name
+        self.seed = seed
+        self.temperature = temperature
+        self.declared = declared
+        self.opened = time.monotonic()
+        self.replies = Replies()
+        self.calls: dict[int, Call] = {}
+        self.closed = False
+        self._chat = chat
+        self._requests = 0
+        self._draws = 0
+        self._failed: dict[bytes, list[int]] = {}  # digest -> draws whose retry may come
+        self._pieces: dict[str, np.ndarray] = {}  # ids of the text in the newest prompt
+        self._read: dict[str, np.ndarray] = {}
+
+    def number(self, digest: bytes, retried: bool) -> tuple[int, int]:
+        """Number and draw of a call that arrives; `retried`: the client says it is a retry.
+
+        A failed or aborted attempt at the same request makes this its retry. So does the
+        client's word, and then an attempt that finished is taken as never received.
+        """
+        number = self._requests
+        self._requests += 1
+        draws = self._failed.get(digest)
+        if draws is None and retried:
+            finished = [c for c in self.calls.values() if c.digest == digest and c.finished]
+            if finished:
+                finished[-1].delivered = False
+                self.abort(finished[-1])
+                draws = self._failed[digest]
+        if draws is None:
+            draw = self._draws
+            self._draws += 1
+            return number, draw
+        draw = draws.pop(0)
+        if not draws:
+            del self._failed[digest]
+        return number, draw
+
+    def seed_of(self, draw: int) -> int | None:
+        """The seed of a call that brings none; None if the session has none either."""
+        return None if self.seed is None else stable_seed(self.seed, draw)
+
+    def call_id(self, number: int) -> str:
+        """24 characters that no other call has."""
+        return hashlib.blake2b(f"{self.name}/{number}".encode(), digest_size=12).hexdigest()
+
+    def encode(self, text: str) -> np.ndarray:
+        """i32[n], ids of a piece of a prompt; the newest prompt's pieces are remembered."""
+        ids = self._pieces.get(text)
+        if ids is None:
+            ids = np.array(self._chat.tokenizer.encode(text), np.int32)
+        self._read[text] = ids
+        return ids
+
+    def begin(self, call: Call) -> None:
+        """Takes a call that is about to be drawn."""
+        self.calls[call.number] = call
+        self._pieces, self._read = self._read, {}
+
+    def learn(self, completion: Completion) -> None:
+        """Lets a completion be found again, once it has finished."""
+        if completion.finish not in (None, Finish.ABORT):
+            self.replies.add(completion)
+
+    def refuse(self, call: Call) -> None:
+        """The engine would not serve the call: there is nothing to record but its failure."""
+        self.abort(call)
+        if not any(completion.started for completion in call.completions):
+            self.calls.pop(call.number, None)
+
+    def abort(self, call: Call) -> None:
+        """The call failed or nobody received it: what was sampled stays, as aborted."""
+        if self.closed or call.delivered:
+            return
+        for completion in call.completions:
+            self.replies.discard(completion)
+        call.abort()
+        self._failed.setdefault(call.digest, []).append(call.draw)
+        while len(self._failed) > FAILURES_KEPT:
+            del self._failed[next(iter(self._failed))]
+
+    def forget(self, call: Call) -> None:
+        """Drops a call from the record."""
+        for completion in call.completions:
+            self.replies.discard(completion)
+        self.calls.pop(call.number, None)
+
+    def close(self) -> tuple[Turn, ...]:
+        """Ends the session, aborting the calls still running; gives its turns."""
+        self.closed = True
+        for call in self.calls.values():
+            if not call.finished:
+                call.abort()
+                if call.task is not None:
+                    call.task.cancel()
+        return tuple(turn for _, turn in self.turns())
+
+    def turns(self) -> list[tuple[Call, Turn]]:
+        """Every completion that ended, in order of arrival, and the call it belongs to."""
+        ended = [
+            (call, completion)
+            for call in self.calls.values()
+            for completion in call.completions
+            if completion.finish is not None
+        ]
+        parents = {completion.place: i for i, (_, completion) in enumerate(ended)}
+        return [(call, c.turn(parents, call.arrived, self.opened)) for call, c in ended]
+
+
+def stable_seed(*words: int) -> int:
+    """A 31-bit seed, the same for the same words in every process."""
+    digest = hashlib.blake2b("/".join(map(str, words)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def request_digest(path: str, body: bytes) -> bytes:
+    """Equal for two attempts at one request."""
+    return hashlib.blake2b(body, digest_size=16, person=path.encode()[-16:]).digest()
+
+
+def session_hints(headers: Mapping[str, str]) -> dict[str, str]:
+    """What clients say of their sessions in headers of their own."""
+    return {name: headers[name] for name in HINTS if name in headers}
+
+
+HINTS = (
+    "x-session-id",
+    "x-session-affinity",
+    "x-parent-session-id",
+    "session-id",
+    "thread-id",
+    "x-codex-window-id",
+    "x-codex-turn-metadata",
+    "x-claude-code-session-id",
+    "x-claude-code-agent-id",
+    "x-claude-code-parent-agent-id",
+)
