@@ -1,0 +1,114 @@
+"""Scripted play reads like live play, errs as often as it says, and repeats."""
+
+import asyncio
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from stand_in_server import completion, replies, stand_in
+
+from forge_jax.agents.families import FAMILIES, family_of
+from forge_jax.agents.protocol import ScriptedCall
+from forge_jax.agents.split import draw_from
+from forge_jax.agents.tasks import hop, notes
+from forge_jax.agents.white_box import ToolLoop, WindowLoop
+from forge_jax.models.chat import built_in
+from forge_jax.types import Task
+
+LOOKUP = built_in("lookup")
+PERFECT: dict[str, Any] = {
+    "hop": hop.Noise(wrong=0.0, guess=0.0),
+    "notes": notes.Noise(digit=0.0, answer=0.0),
+}
+MODULES: dict[str, Any] = {"hop": hop, "notes": notes}
+WORLDS: dict[str, Any] = {"hop": hop.Hop, "notes": notes.Notes}
+
+
+def text(call: ScriptedCall) -> str:
+    return LOOKUP.render([*call.messages, call.reply], call.tools, add_generation_prompt=False)
+
+
+def reward(world: Any, calls: tuple[ScriptedCall, ...]) -> float:
+    return asyncio.run(world.score(calls[-1].reply.get("content", "")))
+
+
+def scripted(family: str, seed: int, noise: Any) -> tuple[Any, tuple[ScriptedCall, ...]]:
+    rng = np.random.default_rng(seed)
+    world = WORLDS[family](draw_from("train", MODULES[family].draw, rng))
+    return world, MODULES[family].script(world, rng, noise)
+
+
+def test_hop_is_written_as_lookups_and_an_answer() -> None:
+    calls = hop.script(hop.Hop("ilb3"), np.random.default_rng(0), PERFECT["hop"])
+    assert text(calls[-1]) == "Qi\n?i\n=l\n?l\n=b\n?b\n=3\n!3\n"
+
+
+def test_notes_is_written_as_one_window_after_another() -> None:
+    calls = notes.script(notes.Notes("1273"), np.random.default_rng(0), PERFECT["notes"])
+    assert "".join(map(text, calls)) == (
+        "P----,1\n1---\nP1---,2\n12--\nP12--,7\n127-\nP127-,3\n1273\nT1273\n!1273\n"
+    )
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_perfect_script_wins_in_the_fewest_calls(seed: int) -> None:
+    world, calls = scripted("hop", seed, PERFECT["hop"])
+    hops = len(world.chain) - 1
+    assert reward(world, calls) == 1
+    assert len(calls) == hops + 1 <= hop.MAX_TURNS
+    assert len(text(calls[-1])) == 6 * hops + 6
+    world, calls = scripted("notes", seed, PERFECT["notes"])
+    assert (reward(world, calls), len(calls)) == (1, 5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_script_wins_about_as_often_as_it_is_meant_to(family: str) -> None:
+    noise = MODULES[family].NOISE
+    won = [reward(*scripted(family, seed, noise)) for seed in range(1500)]
+    assert 0.5 < np.mean(won) < 0.65
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_play_repeats_and_is_one_sample_a_call(family: str) -> None:
+    play = family_of(family).play
+    assert play(np.random.default_rng(3)) == play(np.random.default_rng(3))
+    rng = np.random.default_rng(0)
+    for calls in (play(rng) for _ in range(50)):
+        for call in calls:
+            prompt = LOOKUP.render(call.messages, call.tools)
+            assert text(call).startswith(prompt)
+            assert text(call)[len(prompt) :].count("\n") == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_hop_call_continues_the_one_before(seed: int) -> None:
+    _, calls = scripted("hop", seed, hop.NOISE)
+    for earlier, later in itertools.pairwise(calls):
+        assert later.messages[: len(earlier.messages) + 1] == (*earlier.messages, earlier.reply)
+
+
+def test_every_notes_window_begins_afresh() -> None:
+    _, calls = scripted("notes", 0, notes.NOISE)
+    assert [len(call.messages) for call in calls] == [1] * 5
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_live_agent_sends_what_the_script_trains_on(family: str, seed: int) -> None:
+    world, calls = scripted(family, seed, MODULES[family].NOISE)
+    agent = family_of(family).agent()
+    assert isinstance(agent, ToolLoop | WindowLoop)
+
+    async def live() -> tuple[float, list[Any]]:
+        answer, bodies = replies(*(completion(dict(call.reply)) for call in calls))
+        in_world = type(agent)(**{**vars(agent), "start": lambda task: world})
+        async with stand_in(answer) as client:
+            outcome = await in_world.run(Task(family=family, seed=0), client, "m")
+        return outcome.reward, bodies
+
+    got, bodies = asyncio.run(live())
+    assert got == reward(world, calls)
+    assert [LOOKUP.render(b["messages"], b.get("tools", ())) for b in bodies] == [
+        LOOKUP.render(call.messages, call.tools) for call in calls
+    ]
