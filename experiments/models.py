@@ -1,4 +1,4 @@
-"""Names of models to models: a preset of `configs/model/`, or a Hugging Face folder."""
+"""Names of models to models: a preset of `configs/model/`, a Hugging Face or a run's folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from omegaconf import OmegaConf
 
 from experiments.command import CONFIGS
+from experiments.runs import is_run, run_config, run_model
 from forge_jax.config import UserError, load
 from forge_jax.models.chat import Chat, built_in
 from forge_jax.models.config import ModelConfig
@@ -43,8 +44,11 @@ def preset(name: str) -> tuple[ModelConfig, Chat]:
 def resolve(name_or_dir: str, seed: int = 0, dtype: Any = jnp.float32) -> LoadedModel:
     """A preset initialised from `seed`, or the model of a folder, in `dtype`.
 
-    Raises UserError on a name that is neither, and on a folder that is no such model.
+    The folder is a Hugging Face one, or that of a training run, whose newest checkpoint
+    is taken. Raises UserError on a name that is neither, and on a folder of neither kind.
     """
+    if name_or_dir not in presets() and is_run(name_or_dir):
+        return run_model(name_or_dir, resolve(run_config(name_or_dir).model, seed, dtype))
     if name_or_dir not in presets() and Path(name_or_dir).is_dir():
         found = load_folder(name_or_dir)
         params = jax.tree.map(lambda x: x.astype(dtype), found.params)

@@ -2,8 +2,8 @@
 
 Producing and training run at once: agents play through the gateway against the
 rollout engine while the trainer consumes what the window allows. Trainer and engine
-share one device thread and take turns on it; weights are published by copy, and
-version s are the weights after update s.
+share one device thread and take turns on it; the engine copies the weights it is given,
+since the next update consumes the trainer's, and version s are the weights after step s.
 """
 
 import asyncio
@@ -17,7 +17,6 @@ from forge_jax.config import TrainConfig
 from forge_jax.rl.collect import Collector, Taken
 from forge_jax.rl.credit import group_samples
 from forge_jax.rl.measure import batch_row, episode_row, gap_row
-from forge_jax.rl.publish import publish
 from forge_jax.rl.state import TrainState
 from forge_jax.rl.step import StepConfig, Updated, scatter, update
 from forge_jax.rollout.engine import RolloutEngine
@@ -81,7 +80,7 @@ async def reinforce(
             collected = time.monotonic()
             batch = await asyncio.to_thread(prepare, taken, cfg)
             state, done = await loop.run_in_executor(device, update, state, batch.trees, step_cfg)
-            await engine.swap(step, await loop.run_in_executor(device, publish, state.params))
+            await engine.swap(step, state.params)
             row = describe(step, version, taken, batch, done)
             row["seconds_collect"] = collected - began
             row["seconds_update"] = time.monotonic() - collected

@@ -53,3 +53,11 @@ def session_seed(seed: int, purpose: str, item: int, replica: int) -> int:
     """A 31-bit seed for one session, independent between sessions."""
     words = [seed, *purpose.encode(), item, replica]
     return int(np.random.SeedSequence(words).generate_state(1)[0] >> 1)
+
+
+async def remote_episode(
+    client: AsyncOpenAI, model: str, number: int, task: Task, seconds: float
+) -> Episode:
+    """One episode against a server that is not ours: its outcome, without token-exact turns."""
+    outcome = await run_episode(agent_of(task.family), task, client, model, seconds)
+    return Episode(item=number, replica=0, task=task, outcome=outcome, turns=())

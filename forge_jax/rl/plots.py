@@ -39,7 +39,8 @@ def draw_curves(path: Path, rows: Sequence[Mapping[str, Any]], summary: Mapping[
             for name, style in (("eval_before", ":"), ("eval_after", "--")):
                 if summary.get(name) is not None:
                     axis.axhline(summary[name], linestyle=style, color="0.4", label=name)
-        axis.legend(fontsize=7, frameon=False)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=7, frameon=False)
     figure.savefig(path, dpi=120)
 
 
@@ -60,7 +61,7 @@ def draw_forest(path: Path, tree: PackedTree, show: Callable[[int], str], leaves
     for i in shown:
         height = min(bottom[i], leaves) - top[i]
         axis.add_patch(cell(float(tree.depth[i]), float(top[i]), float(height), bool(trained[i])))
-        label = show(int(tree.tokens[i])).replace("\n", "⏎").replace("$", r"\$")
+        label = printable(show(int(tree.tokens[i])))
         middle = top[i] + height / 2
         axis.text(tree.depth[i] + 0.5, middle, label, ha="center", va="center", fontsize=7)
     axis.set_xlim(0, deepest)
@@ -81,6 +82,12 @@ def cell(left: float, top: float, height: float, trained: bool) -> Any:
         edgecolor="white",
         linewidth=0.5,
     )
+
+
+def printable(text: str) -> str:
+    """`text` in glyphs that every font has; `$` would begin mathematics."""
+    text = text.replace("\n", "⏎").replace("$", r"\$")
+    return "".join(c if c == "⏎" or " " <= c <= "~" else "·" for c in text)
 
 
 def leaf_rows(tree: PackedTree) -> tuple[np.ndarray, np.ndarray]:

@@ -4,9 +4,10 @@ Rows of metrics go in, one object a step; the step only grows, also after a resu
 """
 
 import json
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -92,10 +93,10 @@ def start_wandb(folder: Path, cfg: LogConfig, config: Mapping[str, Any]) -> Any:
 
     name = folder / "wandb_id"
     if not name.exists():
-        name.write_text(wandb.util.generate_id())
+        name.write_text(secrets.token_hex(4))
     return wandb.init(
         project=cfg.project,
-        mode=cfg.wandb,
+        mode=cast(Any, cfg.wandb),  # checked by LogConfig
         dir=str(folder),
         id=name.read_text(),
         resume="allow",

@@ -28,7 +28,6 @@ from forge_jax.rl.loop import Step, reinforce
 from forge_jax.rl.measure import Totals, mean
 from forge_jax.rl.play import Player
 from forge_jax.rl.plots import draw_curves, draw_forest
-from forge_jax.rl.publish import publish
 from forge_jax.rl.report import Reporter, progress
 from forge_jax.rl.serving import Serving, serving
 from forge_jax.rl.start import Start, beginning, step_config
@@ -88,7 +87,7 @@ def train(
 async def play(run: Run, start: Start) -> dict[str, Any]:
     """Everything that needs agents: evaluation, reinforcement learning, evaluation."""
     cfg = run.cfg
-    params = await on_device(run, publish, start.state.params)
+    params = start.state.params  # the engine's copy is taken before the first update
     async with serving(run.model, params, start.step, cfg.rollout, run.device) as up:
         totals = start.totals
         if totals.eval_before is None:
@@ -228,7 +227,3 @@ def summary_of(run: Run, keeper: Keeper, after: Evaluation) -> dict[str, Any]:
         "run_dir": str(run.folder),
     }
 
-
-async def on_device(run: Run, function: Any, *args: Any) -> Any:
-    """Runs `function` on the thread that owns the devices."""
-    return await asyncio.get_running_loop().run_in_executor(run.device, function, *args)

@@ -5,13 +5,13 @@ long as the context is open.
 """
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 from openai import AsyncOpenAI
 
 from forge_jax.config import RolloutConfig
@@ -34,7 +34,7 @@ class Serving:
 async def serving(
     model: LoadedModel, params: Any, version: int, cfg: RolloutConfig, device: Executor
 ) -> AsyncIterator[Serving]:
-    """Serves `params` as `version`; the engine keeps them, so they must not be donated.
+    """Serves a copy of `params`, taken before any later job of `device`, as `version`.
 
     A fault of the engine ends the body of the context with that fault.
     """
@@ -47,7 +47,7 @@ async def serving(
         device=device,
         version=version,
     )
-    gateway = Gateway(engine, model.chat, model.name)
+    gateway = Gateway(engine, model.chat, model.name, admin_key=secrets.token_urlsafe())
     async with asyncio.TaskGroup() as group:
         await engine.warm_up()
         running = group.create_task(engine.serve())
@@ -61,10 +61,4 @@ def shared_client(url: str) -> AsyncOpenAI:
 
     A retry would hide a fault of our own gateway, so a failed call is the agent's to see.
     """
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    return AsyncOpenAI(
-        base_url=f"{url}/v1",
-        api_key="unused",
-        max_retries=0,
-        http_client=httpx.AsyncClient(limits=limits, timeout=None),
-    )
+    return AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=None)

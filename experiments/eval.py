@@ -1,0 +1,95 @@
+"""Plays held-out episodes of a task and says how many the policy solves.
+
+    python -m experiments.eval model=NAME_OR_DIR_OR_RUN_DIR task=hop [episodes=256] [seed=0]
+    python -m experiments.eval model=NAME_AT_URL url=http://127.0.0.1:8000/v1 task=hop
+
+Without `url` the model is served here, through engine and gateway, as in training.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+
+from experiments.command import command
+from experiments.models import resolve
+from forge_jax.agents.families import family_of
+from forge_jax.config import RolloutConfig, check, load
+from forge_jax.rl.evaluate import Evaluation, evaluate, held_out
+from forge_jax.rl.play import Player, remote_episode
+from forge_jax.rl.report import progress
+from forge_jax.rl.serving import serving, shared_client
+from forge_jax.types import Episode, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One evaluation."""
+
+    model: str  # preset, Hugging Face folder or run folder; with `url` the model's name there
+    task: str
+    episodes: int = 256
+    seed: int = 0
+    temperature: float = 1.0
+    concurrency: int = 64
+    episode_seconds: float = 60.0
+    url: str | None = None  # OpenAI-compatible endpoint, ending in /v1
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+
+    def __post_init__(self) -> None:
+        check(self.episodes >= 1, f"episodes={self.episodes} must be at least 1")
+        check(self.concurrency >= 1, f"concurrency={self.concurrency} must be at least 1")
+        check(self.temperature >= 0, f"temperature={self.temperature} must be >= 0")
+
+
+@command("eval")
+def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
+    cfg = load(Config, mapping)
+    family_of(cfg.task)
+    found = asyncio.run(at_url(cfg) if cfg.url else here(cfg))
+    return {"task": cfg.task, **dataclasses.asdict(found)}
+
+
+async def here(cfg: Config) -> Evaluation:
+    """The model served by this process."""
+    model = resolve(cfg.model, cfg.seed)
+    with ThreadPoolExecutor(1, "device") as device:
+        async with serving(model, model.params, 0, cfg.rollout, device) as up:
+            player = Player(
+                gateway=up.gateway,
+                url=up.url,
+                client=up.client,
+                model=model.name,
+                purpose="eval",
+                seed=cfg.seed,
+                temperature=cfg.temperature,
+                seconds=cfg.episode_seconds,
+            )
+            return await shown(cfg, lambda number, task: player.episode(number, 0, task))
+
+
+async def at_url(cfg: Config) -> Evaluation:
+    """A model served elsewhere."""
+    assert cfg.url is not None
+    async with shared_client(cfg.url.removesuffix("/").removesuffix("/v1")) as client:
+
+        async def play(number: int, task: Task) -> Episode:
+            return await remote_episode(client, cfg.model, number, task, cfg.episode_seconds)
+
+        return await shown(cfg, play)
+
+
+async def shown(cfg: Config, play: Callable[[int, Task], Awaitable[Episode]]) -> Evaluation:
+    """Evaluates with a progress bar on stderr."""
+    with progress(Console(stderr=True)) as bars:
+        bar = bars.add_task(f"{cfg.task} held out", total=cfg.episodes, shown="")
+        tasks = held_out(cfg.task, cfg.episodes, cfg.seed)
+        return await evaluate(tasks, play, cfg.concurrency, lambda: bars.advance(bar))
+
+
+if __name__ == "__main__":
+    main()
