@@ -1,7 +1,8 @@
 """The one way a command starts and ends.
 
 A Hydra config goes in; progress goes to stderr, and the last line of stdout is one
-JSON object. Exit status: 0 done, 2 the caller's mistake, 1 a fault.
+JSON object: what `main` returns, unless it returns None, having printed its own. Exit
+status: 0 done, 2 the caller's mistake, 1 a fault.
 """
 
 import functools
@@ -13,7 +14,7 @@ from typing import Any
 
 import hydra
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from forge_jax.config import UserError
@@ -22,22 +23,26 @@ from forge_jax.config import UserError
 OmegaConf.register_new_resolver("run_folder", lambda resume, fresh: resume or fresh)
 CONFIGS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "configs")
 
+Main = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 
-def command(config_name: str) -> Callable[..., Callable[[], None]]:
+
+def command(config_name: str) -> Callable[[Main], Callable[[], None]]:
     """Decorates ``main(mapping) -> JSON-able mapping`` into a Hydra entry point."""
 
-    def decorate(main: Callable[[dict[str, Any]], Mapping[str, Any]]) -> Callable[[], None]:
+    def decorate(main: Main) -> Callable[[], None]:
         @hydra.main(version_base="1.3", config_path=CONFIGS, config_name=config_name)
         @functools.wraps(main)
         def entry(cfg: DictConfig) -> None:
-            mapping = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+            mapping = OmegaConf.to_container(_unwrapped(cfg), resolve=True, throw_on_missing=True)
             result = main(mapping)  # type: ignore[arg-type]
-            print(json.dumps(result), flush=True)
+            if result is not None:
+                print(json.dumps(result), flush=True)
 
         @functools.wraps(main)
         def run() -> None:
             # Hydra then raises instead of printing a trace and exiting with 1 itself.
             os.environ["HYDRA_FULL_ERROR"] = "1"
+            sys.argv[1:] = map(_wrapped, sys.argv[1:])
             try:
                 entry()
             except Exception as error:
@@ -49,6 +54,22 @@ def command(config_name: str) -> Callable[..., Callable[[], None]]:
         return run
 
     return decorate
+
+
+def _wrapped(argument: str) -> str:
+    """`model=X` as a value. Hydra would take it for a choice among the files of
+    `configs/model/`, but a model may be any folder."""
+    return f"++plain.{argument}" if argument.startswith("model=") else argument
+
+
+def _unwrapped(cfg: DictConfig) -> DictConfig:
+    """`cfg` with wrapped values in their places. Raises OmegaConfBaseException where one
+    has no place."""
+    with open_dict(cfg):
+        plain = cfg.pop("plain", {})
+    merged = OmegaConf.merge(cfg, plain)
+    assert isinstance(merged, DictConfig)
+    return merged
 
 
 def _mistake(error: Exception) -> Exception | None:
