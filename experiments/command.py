@@ -9,7 +9,8 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import hydra
@@ -33,8 +34,11 @@ def command(config_name: str) -> Callable[[Main], Callable[[], None]]:
         @hydra.main(version_base="1.3", config_path=CONFIGS, config_name=config_name)
         @functools.wraps(main)
         def entry(cfg: DictConfig) -> None:
-            mapping = OmegaConf.to_container(_unwrapped(cfg), resolve=True, throw_on_missing=True)
-            result = main(mapping)  # type: ignore[arg-type]
+            with complaining():
+                mapping = OmegaConf.to_container(
+                    _unwrapped(cfg), resolve=True, throw_on_missing=True
+                )
+                result = main(mapping)  # type: ignore[arg-type]
             if result is not None:
                 print(json.dumps(result), flush=True)
 
@@ -43,17 +47,29 @@ def command(config_name: str) -> Callable[[Main], Callable[[], None]]:
             # Hydra then raises instead of printing a trace and exiting with 1 itself.
             os.environ["HYDRA_FULL_ERROR"] = "1"
             sys.argv[1:] = map(_wrapped, sys.argv[1:])
-            try:
+            with complaining():
                 entry()
-            except Exception as error:
-                mistake = _mistake(error)
-                if mistake is None:
-                    raise
-                sys.exit(_complain(str(mistake)))
 
         return run
 
     return decorate
+
+
+@contextmanager
+def complaining() -> Iterator[None]:
+    """Ends the process with status 2 and one line on the caller's mistake.
+
+    Also inside the job, where Hydra would add lines of its own.
+    """
+    try:
+        yield
+    except Exception as error:
+        mistake = _mistake(error)
+        if mistake is None:
+            raise
+        lines = [line.strip() for line in str(mistake).splitlines() if line.strip()]
+        print(f"error: {'; '.join(lines)}", file=sys.stderr, flush=True)
+        sys.exit(2)
 
 
 def _wrapped(argument: str) -> str:
@@ -78,9 +94,3 @@ def _mistake(error: Exception) -> Exception | None:
         mistakes = [_mistake(member) for member in error.exceptions]
         return mistakes[0] if all(mistakes) else None
     return error if isinstance(error, UserError | HydraException | OmegaConfBaseException) else None
-
-
-def _complain(message: str) -> int:
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    print(f"error: {'; '.join(lines)}", file=sys.stderr, flush=True)
-    return 2

@@ -41,7 +41,7 @@ def continued(run: Path, overrides: list[str]) -> dict[str, Any]:
     saved = run / "config.yaml"
     if not saved.is_file():
         raise UserError(f"resume={run}: no config.yaml there")
-    for override in overrides:
+    for override in (o.removeprefix("++plain.") for o in overrides):
         key = override.split("=")[0]
         if key in FIXED or not key[0].isalpha():
             raise UserError(f"{override}: a resumed run keeps its {', '.join(FIXED)} and its keys")
