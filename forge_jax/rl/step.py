@@ -229,6 +229,13 @@ def update(
     )
 
 
+def executed_area(tree: PackedTree, cfg: StepConfig) -> int:
+    """(query, key) pairs in the tiles that attention visits, for one head of one layer."""
+    if cfg.attention == "reference":
+        return len(tree.tokens) ** 2
+    return len(to_batch(tree, cfg).plan.row) * cfg.tile**2
+
+
 def scatter(values: np.ndarray, index: np.ndarray, length: int) -> np.ndarray:
     """`values` [M] at their places `index` [M] among `length` tokens, 0 elsewhere."""
     flat = np.zeros(length, values.dtype)
