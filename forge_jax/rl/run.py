@@ -54,10 +54,13 @@ def train(
 ) -> dict[str, Any]:
     """Runs `cfg` in `folder`, from its newest checkpoint if there is one; the summary.
 
-    Raises UserError where the folder holds a run that was not asked to be resumed, or the
-    warm start stays below its gate.
+    Raises UserError where the folder holds a run that was not asked to be resumed, the
+    model cannot hold the context asked for, or the warm start stays below its gate.
     """
     began = time.monotonic()
+    if cfg.rollout.context > model.cfg.max_context:
+        limit = model.cfg.max_context
+        raise UserError(f"rollout.context={cfg.rollout.context} is beyond the model's {limit}")
     with (
         closing(Checkpoints(folder / "checkpoints")) as checkpoints,
         progress(Console(stderr=True)) as bars,
@@ -226,4 +229,3 @@ def summary_of(run: Run, keeper: Keeper, after: Evaluation) -> dict[str, Any]:
         "seconds": keeper.seconds(),
         "run_dir": str(run.folder),
     }
-

@@ -1,0 +1,186 @@
+"""The training command: its files, and that a kill at any moment changes nothing.
+
+Runs are tiny (a few updates of two groups), synchronous where they are compared.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forge_jax.sched.pool import Pool
+
+TINY = (
+    "steps=5",
+    "warm.steps=20",
+    "warm.batch=16",
+    "warm.gate=0",
+    "eval.episodes=8",
+    "sched.group=4",
+    "sched.batch=2",
+    "sched.in_flight=4",
+    "sched.window=2",
+    "rollout.slots=16",
+    "rollout.prefill_rows=4",
+    "checkpoint_every=1",
+)
+SYNCHRONOUS = (*TINY, "sched.synchronous=true", "sched.in_flight=2", "sched.window=0")
+# What may differ between two runs of the same history.
+TIMING = ("seconds_collect", "seconds_update")
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The runs of this file compile the same programs: they share a compilation cache."""
+    cache = tmp_path_factory.mktemp("compiled")
+    return {
+        **{k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+    }
+
+
+def start(environment: dict[str, str], *overrides: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "experiments.train", *overrides],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(run: subprocess.Popen[str]) -> dict:
+    out, err = run.communicate(timeout=300)
+    assert run.returncode == 0, err
+    return json.loads(out.splitlines()[-1])
+
+
+def rows(folder: Path) -> list[dict]:
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def kill_after(run: subprocess.Popen[str], folder: Path, step: int, delay: float) -> None:
+    """SIGKILL `delay` seconds after the row of `step` was written."""
+    while len(rows(folder)) < step:
+        assert run.poll() is None, run.communicate()[1]
+        time.sleep(0.02)
+    time.sleep(delay)
+    run.send_signal(signal.SIGKILL)
+    run.communicate()
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Path:
+    """A synchronous run that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("calm") / "run"
+    summary = finish(start(environment, *SYNCHRONOUS, f"hydra.run.dir={folder}"))
+    assert summary == json.loads((folder / "summary.json").read_text())
+    return folder
+
+
+def test_a_run_leaves_the_promised_files(calm: Path) -> None:
+    for name in ("config.yaml", "metrics.jsonl", "curves.png", "summary.json"):
+        assert (calm / name).stat().st_size > 0, name
+    assert (calm / "checkpoints" / "5").is_dir()
+    summary = json.loads((calm / "summary.json").read_text())
+    assert [row["step"] for row in rows(calm)] == [1, 2, 3, 4, 5]
+    assert summary["steps"] == 5
+    assert summary["episodes"] == 5 * 2 * 4
+    assert summary["lag_bound"] == 2 + 0 - 1
+    assert summary["lag_max"] <= summary["lag_bound"]
+    assert summary["tree_token_ratio"] > 1
+    assert 0 <= summary["eval_before"] <= 1
+    assert Pool.open(str(calm / "pool")).items() == tuple(range(10))
+
+
+def test_trainer_and_engine_agree_on_log_probs(calm: Path) -> None:
+    checked = [row for row in rows(calm) if row["stepped"]]
+    assert checked
+    for row in checked:
+        assert row["logp_gap_calls"] == row["samples"]  # synchronous: no update crosses a call
+        assert row["logp_gap_max"] < 1e-4
+        assert abs(row["ratio_mean"] - 1) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_killed_synchronous_run_continues_to_the_same_numbers(
+    tmp_path: Path, calm: Path, environment: dict[str, str], seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    folder = tmp_path / "run"
+    run = start(environment, *SYNCHRONOUS, f"hydra.run.dir={folder}")
+    kill_after(run, folder, step=int(rng.integers(1, 4)), delay=float(rng.random() * 0.3))
+    summary = finish(start(environment, f"resume={folder}"))
+    want = json.loads((calm / "summary.json").read_text())
+    for timing in ("seconds", "run_dir"):
+        summary.pop(timing), want.pop(timing)
+    assert summary == want
+    for got, expected in zip(rows(folder), rows(calm), strict=True):
+        for name in TIMING:
+            got.pop(name), expected.pop(name)
+        assert got == expected
+
+
+@pytest.mark.slow
+def test_a_killed_asynchronous_run_consumes_each_item_once(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    folder = tmp_path / "run"
+    run = start(environment, *TINY, f"hydra.run.dir={folder}")
+    kill_after(run, folder, step=2, delay=0.1)
+    summary = finish(start(environment, f"resume={folder}"))
+    history = [number for row in rows(folder) for number in row["items"]]
+    assert len(history) == len(set(history)) == 10
+    assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5]
+    assert summary["lag_max"] <= summary["lag_bound"] == 4 + 2 - 1
+    assert summary["episodes"] == 5 * 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("unknown=1", "unknown"),
+        ("+sched.unknown=1", "sched.unknown"),
+        ("sched.group=1", "group=1"),
+        ("model=nowhere", "model='nowhere'"),
+        ("resume=/nowhere", "resume=/nowhere"),
+        ("rollout.context=100000", "rollout.context=100000"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    tmp_path: Path, environment: dict[str, str], override: str, message: str
+) -> None:
+    run = start(environment, override, f"hydra.run.dir={tmp_path}/run")
+    out, err = run.communicate(timeout=120)
+    assert run.returncode == 2
+    assert out == ""
+    assert err.count("\n") == 1, err
+    assert message in err
+
+
+def test_a_run_folder_is_not_overwritten(calm: Path, environment: dict[str, str]) -> None:
+    run = start(environment, *SYNCHRONOUS, f"hydra.run.dir={calm}")
+    _, err = run.communicate(timeout=120)
+    assert run.returncode == 2
+    assert f"resume={calm}" in err
+
+
+def test_the_gate_keeps_rl_from_starting_at_chance(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    overrides = (*SYNCHRONOUS, "warm.steps=1", "warm.gate=0.9", f"hydra.run.dir={tmp_path}/run")
+    _, err = (run := start(environment, *overrides)).communicate(timeout=300)
+    assert run.returncode == 2
+    assert "warm.gate=0.9" in err
