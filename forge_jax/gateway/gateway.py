@@ -69,7 +69,11 @@ class Gateway:
         return self._sessions.close(session)
 
     def running(self, host: str = "127.0.0.1", port: int = 0) -> AbstractAsyncContextManager[str]:
-        """Serves HTTP for as long as the block runs; gives the root URL."""
+        """Serves HTTP for as long as the block runs; gives the root URL.
+
+        Leaving the block lets running calls end (`drain_seconds`). Raises UserError where
+        the address cannot be had.
+        """
         return serving(self.app, host, port, self._config.drain_seconds)
 
     def _build(self) -> FastAPI:

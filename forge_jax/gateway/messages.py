@@ -77,12 +77,11 @@ def encoded(value: Any) -> bytes:
 
 
 def canonical(arguments: str) -> str:
-    """One text for all JSON texts of one value; text that is not JSON stands for itself."""
+    """One text for all JSON texts of one value; what is no JSON of sane depth is its own."""
     try:
-        value = json.loads(arguments)
+        return json.dumps(_whole(json.loads(arguments)), sort_keys=True)
     except (ValueError, RecursionError):
         return arguments
-    return json.dumps(_whole(value), sort_keys=True)
 
 
 def _whole(value: Any) -> Any:

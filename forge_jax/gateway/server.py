@@ -12,6 +12,8 @@ from typing import Any
 
 import uvicorn
 
+from forge_jax.config import UserError
+
 IDLE_SECONDS = 75  # longer than clients keep an idle connection: they close it, not we
 
 
@@ -26,7 +28,7 @@ async def serving(app: Any, host: str, port: int, drain_seconds: float) -> Async
     """Serves `app` at `host`; port 0 takes a free one. Gives the root URL.
 
     Leaving the block stops accepting, gives running requests `drain_seconds`, and cancels
-    the rest. Raises OSError where the address cannot be had.
+    the rest. Raises UserError where the address cannot be had.
     """
     with _listening(host, port) as listener:
         config = uvicorn.Config(
@@ -64,11 +66,13 @@ async def _stopped(running: "asyncio.Future[None]", server: uvicorn.Server) -> N
 
 def _listening(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # The protocol is named because asyncio sends small writes at once (TCP_NODELAY) only
+    # where it knows them to be TCP: an answer would wait 40 ms for an acknowledgement.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-    except OSError:
+    except OSError as error:
         listener.close()
-        raise
+        raise UserError(f"host={host} port={port}: {error.strerror}") from error
     return listener

@@ -1,0 +1,171 @@
+"""Serves a model to agents: gateway and engine in one process, until SIGTERM.
+
+    python -m experiments.serve model=NAME_OR_DIR [port=8000] [host=127.0.0.1]
+    python -m experiments.serve engine=scripted script=FILE.json [model=NAME_OR_DIR]
+
+Prints one JSON line with the URL when it can answer; it is the last line of stdout.
+"""
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from experiments.command import command
+from forge_jax.config import RolloutConfig, UserError, check, load
+from forge_jax.gateway.config import GatewayConfig
+from forge_jax.gateway.gateway import Gateway
+from forge_jax.models.chat import Chat, built_in
+from forge_jax.models.tokenizer import ByteTokenizer
+from forge_jax.rollout.script import read_script
+from forge_jax.rollout.scripted import ScriptedEngine
+from forge_jax.types import Engine
+
+ENGINES = ("real", "scripted")
+DEFAULT_CONTEXT = 2048  # tokens, where the model allows more and nobody asks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """`RolloutConfig`, with a context that may be left to the model."""
+
+    slots: int = 8
+    context: int | None = None
+    prefill_rows: int = 4
+    decode_steps: int = 4
+
+    def __post_init__(self) -> None:
+        self.of(1)
+
+    def of(self, most: int) -> RolloutConfig:
+        """The sizes for a model with a context of `most`."""
+        context = min(most, DEFAULT_CONTEXT) if self.context is None else self.context
+        return RolloutConfig(
+            slots=self.slots,
+            context=context,
+            prefill_rows=self.prefill_rows,
+            decode_steps=self.decode_steps,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One server."""
+
+    model: str | None = None
+    engine: str = "real"
+    script: str | None = None  # rules of a scripted engine
+    host: str = "127.0.0.1"
+    port: int = 0  # 0 takes a free one
+    admin_key: str | None = None  # None: generated, and written to a file
+    seed: int = 0  # initialises a preset, and draws the seeds of requests without one
+    rollout: Sizes = field(default_factory=Sizes)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+
+    def __post_init__(self) -> None:
+        check(self.engine in ENGINES, f"engine={self.engine!r} must be one of {ENGINES}")
+        check(0 <= self.port < 65536, f"port={self.port} must be from 0 to 65535")
+        check(self.admin_key != "", "admin_key='' must not be empty")
+        scripted = self.engine == "scripted"
+        check(scripted or self.model is not None, "model=null: engine=real needs a model")
+        check(
+            scripted == (self.script is not None),
+            f"script={self.script!r} goes with engine=scripted and with no other",
+        )
+
+
+@command("serve")
+def main(mapping: dict[str, Any]) -> None:
+    asyncio.run(serve(load(Config, mapping)))
+
+
+async def serve(cfg: Config) -> None:
+    """Serves until SIGTERM or SIGINT, then lets running calls end."""
+    opened = scripted_engine(cfg) if cfg.engine == "scripted" else real_engine(cfg)
+    with admin_key(cfg.admin_key) as (key, file):
+        async with opened as (engine, chat, name):
+            gateway = Gateway(engine, chat, name, key, cfg.gateway)
+            async with gateway.running(cfg.host, cfg.port) as url:
+                stop = asyncio.Event()
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    asyncio.get_running_loop().add_signal_handler(number, stop.set)
+                ready = {"url": url, "model": name, "ready": True}
+                if file is not None:
+                    ready["admin_key_file"] = file
+                print(json.dumps(ready), flush=True)
+                await stop.wait()
+
+
+@asynccontextmanager
+async def scripted_engine(cfg: Config) -> AsyncIterator[tuple[Engine, Chat, str]]:
+    """An engine that answers from a script, in the chat format of `model` if there is one."""
+    if cfg.model is None:
+        chat, name = Chat(tokenizer=ByteTokenizer(), format=built_in("chatml")), "scripted"
+    else:
+        from experiments.models import resolve  # brings jax, which a script alone does not need
+
+        model = resolve(cfg.model, cfg.seed)
+        chat, name = model.chat, model.name
+    assert cfg.script is not None
+    rules = read_script(cfg.script)
+    yield ScriptedEngine(rules, chat.tokenizer, stop_id=chat.stop_ids[0]), chat, name
+
+
+@asynccontextmanager
+async def real_engine(cfg: Config) -> AsyncIterator[tuple[Engine, Chat, str]]:
+    """A compiled rollout engine on the model; its fault ends the block."""
+    from experiments.models import resolve
+    from forge_jax.rollout.engine import RolloutEngine
+
+    assert cfg.model is not None
+    model = resolve(cfg.model, cfg.seed)
+    sizes = cfg.rollout.of(model.cfg.max_context)
+    if sizes.context > model.cfg.max_context:
+        raise UserError(
+            f"rollout.context={sizes.context} exceeds the {model.cfg.max_context} of {model.name}"
+        )
+    with ThreadPoolExecutor(1, "device") as device:
+        engine = RolloutEngine(
+            model.cfg,
+            model.params,
+            stop_ids=model.chat.stop_ids,
+            rollout=sizes,
+            tokenizer=model.chat.tokenizer,
+            device=device,
+            seed=cfg.seed,
+        )
+        await engine.warm_up()
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(engine.serve())
+            yield engine, model.chat, model.name
+            running.cancel()
+
+
+@contextmanager
+def admin_key(given: str | None) -> Iterator[tuple[str, str | None]]:
+    """The key of the admin routes, and the file it was written to if it was generated.
+
+    The file can be read by this user alone, and goes with the server.
+    """
+    if given is not None:
+        yield given, None
+        return
+    key = secrets.token_urlsafe(32)
+    descriptor, path = tempfile.mkstemp(prefix="forge_jax-admin-key-")  # of mode 600
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(key)
+        yield key, path
+    finally:
+        os.unlink(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""The command serves: ready line, a whole task, records, drain on SIGTERM, exit codes."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {
+            "type": "object",
+            "properties": {"key": {"type": "string"}},
+            "required": ["key"],
+        },
+    },
+}
+SCRIPT = [
+    {"when": {"call": 2, "tools": False}, "fail_status": 429},
+    {"when": {"contains": "slowly"}, "text": "done", "delay_seconds": 1.5},
+    {"when": {"tool_result": True}, "text": "It is 42.", "chunks": 3},
+    {
+        "when": {"tools": True},
+        "text": 'Look.<tool_call>{"name": "{tool}", "arguments": {arguments}}</tool_call>',
+    },
+    {"text": "Hello."},
+]
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[tuple[dict[str, Any], subprocess.Popen[str]]]:
+    """The ready line and the process of a server, which is terminated if need be."""
+    command = [sys.executable, "-m", "experiments.serve", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield json.loads(process.stdout.readline()), process
+        finally:
+            process.kill()
+
+
+def stopped(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Exit code and rest of stdout after SIGTERM."""
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=30)
+    return process.returncode, out
+
+
+def script_file(folder: Path) -> str:
+    file = folder / "script.json"
+    file.write_text(json.dumps(SCRIPT))
+    return str(file)
+
+
+def test_a_scripted_server(tmp_path: Path) -> None:
+    with serving("engine=scripted", f"script={script_file(tmp_path)}") as (ready, process):
+        assert set(ready) == {"url", "model", "ready", "admin_key_file"}
+        assert ready["ready"] is True
+        key_file = ready["admin_key_file"]
+        assert stat.S_IMODE(os.stat(key_file).st_mode) == 0o600
+        with OpenAI(base_url=f"{ready['url']}/s/a/v1", api_key="k", max_retries=2) as client:
+            talk: list[Any] = [{"role": "user", "content": "What is k1?"}]
+            create = client.chat.completions.create
+            reply = create(model="m", messages=talk, tools=[TOOL]).choices[0].message
+            call = reply.tool_calls[0]
+            assert json.loads(call.function.arguments).keys() == {"key"}
+            talk += [reply.model_dump(exclude_none=True)]
+            talk += [{"role": "tool", "tool_call_id": call.id, "content": "42"}]
+            told = create(model="m", messages=talk, tools=[TOOL], stream=True)
+            assert "".join(c.choices[0].delta.content or "" for c in told) == "It is 42."
+            # The third call fails once; the client recovers.
+            assert create(model="m", messages=talk[:1]).choices[0].message.content == "Hello."
+        bearer = {"authorization": f"Bearer {Path(key_file).read_text()}"}
+        record = httpx.get(f"{ready['url']}/sessions/a", headers=bearer).json()
+        assert [turn["parent"] for turn in record["turns"]] == [None, 0, None]
+        assert httpx.get(f"{ready['url']}/sessions/a").status_code == 401
+        # SIGTERM lets the running call end.
+        answers: list[httpx.Response] = []
+        body = {"messages": [{"role": "user", "content": "slowly"}]}
+        url = f"{ready['url']}/v1/chat/completions"
+        calling = threading.Thread(target=lambda: answers.append(httpx.post(url, json=body)))
+        calling.start()
+        while "forge_calls_running 1" not in httpx.get(f"{ready['url']}/metrics").text:
+            pass
+        assert stopped(process) == (0, "")
+        calling.join()
+        assert answers[0].json()["choices"][0]["message"]["content"] == "done"
+        assert not os.path.exists(key_file)
+
+
+def test_a_real_server() -> None:
+    options = ("model=quick", "admin_key=secret", "rollout.slots=2", "rollout.context=32")
+    with serving(*options) as (ready, process):
+        assert set(ready) == {"url", "model", "ready"}
+        with OpenAI(base_url=f"{ready['url']}/v1", api_key="k", max_retries=0) as client:
+            ask: dict[str, Any] = {
+                "model": "m", "prompt": [65, 66, 67], "max_tokens": 4, "seed": 1, "n": 3,
+                "logprobs": 0, "extra_body": {"return_token_ids": True, "ignore_eos": True},
+            }  # fmt: skip
+            first, again = (client.completions.create(**ask).choices for _ in range(2))
+            told = [(c.token_ids, c.logprobs.token_logprobs) for c in first]
+            assert told == [(c.token_ids, c.logprobs.token_logprobs) for c in again]
+            assert len({tuple(ids) for ids, _ in told}) > 1
+            for choice in first:
+                assert choice.finish_reason == "length"
+                assert choice.prompt_token_ids == [65, 66, 67]
+                assert choice.weight_versions == [0] * 4
+                assert all(logprob < 0 for logprob in choice.logprobs.token_logprobs)
+        for prompt, code in (([1] * 40, "context_length_exceeded"), ([70_000], None)):
+            answer = httpx.post(f"{ready['url']}/v1/completions", json={"prompt": prompt})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
+        bearer = {"authorization": "Bearer secret"}
+        turns = httpx.get(f"{ready['url']}/sessions/k", headers=bearer).json()["turns"]
+        assert len(turns) == 6
+        assert stopped(process) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("model=nonesuch", "nonesuch"),
+        ("model=quick rollout.context=9999", "rollout.context=9999"),
+        ("engine=scripted", "script=None"),
+        ("engine=other", "engine='other'"),
+        ("nokey=1", "nokey"),
+        ("+nokey=1 model=quick", "nokey=1"),
+        ("port=99999 model=quick", "port=99999"),
+    ],
+)
+def test_mistakes_exit_with_2_and_name_the_key(arguments: str, named: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.serve", *arguments.split()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    line = done.stderr.strip().splitlines()[-1]
+    assert line.startswith("error: ")
+    assert named in line
