@@ -100,10 +100,12 @@ class SchedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW."""
+    """AdamW, with a linear warm-up and a linear decay of its rate."""
 
     learning_rate: float = 1e-3
     warmup_steps: int = 0
+    decay_steps: int = 0  # step at which the rate has fallen to final_share; 0: it never falls
+    final_share: float = 0.05
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-15
@@ -112,6 +114,9 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         check(self.learning_rate > 0, f"learning_rate={self.learning_rate} must be > 0")
+        check(self.warmup_steps >= 0, f"warmup_steps={self.warmup_steps} must be >= 0")
+        check(self.decay_steps >= 0, f"decay_steps={self.decay_steps} must be >= 0")
+        check(0 <= self.final_share <= 1, f"final_share={self.final_share} must be in [0, 1]")
         check(self.clip_norm > 0, f"clip_norm={self.clip_norm} must be > 0")
 
 

@@ -4,6 +4,7 @@ Parameters go in; a `TrainState` comes out, every leaf of it an array, so that o
 checkpoint of one pytree resumes exactly.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,18 +25,33 @@ class TrainState:
 
 
 def optimizer(cfg: OptimConfig) -> optax.GradientTransformation:
-    """AdamW on gradients clipped by their global norm, with a linear warm-up.
+    """AdamW on gradients clipped by their global norm, its rate warmed up and decayed.
 
-    Step s (from 0) of the warm-up has the rate ``learning_rate * (s + 1) / warmup_steps``.
+    Step s (from 0) of the warm-up has the rate ``learning_rate * (s + 1) / warmup_steps``;
+    from its end the rate falls in a straight line, to ``final_share`` of it at
+    ``decay_steps`` and after.
     """
-
-    def rate(count: jax.Array) -> jax.Array:
-        return cfg.learning_rate * jnp.minimum(1.0, (count + 1) / max(1, cfg.warmup_steps))
 
     return optax.chain(
         optax.clip_by_global_norm(cfg.clip_norm),
-        optax.adamw(rate, b1=cfg.beta1, b2=cfg.beta2, eps=cfg.eps, weight_decay=cfg.weight_decay),
+        optax.adamw(
+            partial(rate, cfg=cfg),
+            b1=cfg.beta1,
+            b2=cfg.beta2,
+            eps=cfg.eps,
+            weight_decay=cfg.weight_decay,
+        ),
     )
+
+
+def rate(count: jax.Array, cfg: OptimConfig) -> jax.Array:
+    """Learning rate of update `count`, from 0: see `optimizer`."""
+    warm = jnp.minimum(1.0, (count + 1) / max(1, cfg.warmup_steps))
+    if not cfg.decay_steps:
+        return cfg.learning_rate * warm
+    fallen = (count - cfg.warmup_steps) / max(1, cfg.decay_steps - cfg.warmup_steps)
+    share = 1 - (1 - cfg.final_share) * jnp.clip(fallen, 0.0, 1.0)
+    return cfg.learning_rate * warm * share
 
 
 def create(params: Any, cfg: OptimConfig) -> TrainState:
