@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
-from forge_jax.config import RolloutConfig, check
+from forge_jax.config import RolloutConfig, UserError, check
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.tokenizer import Tokenizer
 from forge_jax.rollout import programs
@@ -44,11 +44,12 @@ class RolloutEngine:
         version: int = 0,
         seed: int = 0,
     ):
-        """`version` is that of `params`; `seed` draws the seeds of requests without one."""
-        check(
-            rollout.context <= cfg.max_context,
-            f"context={rollout.context} exceeds the model's max_context={cfg.max_context}",
-        )
+        """`version` is that of `params`; `seed` draws the seeds of requests without one.
+
+        Raises UserError if a sequence may be longer than the model was made for.
+        """
+        if rollout.context > cfg.max_context:
+            raise UserError(f"rollout.context={rollout.context} > max_context={cfg.max_context}")
         self._limits = Limits(context=rollout.context, vocab=cfg.vocab, stop_ids=tuple(stop_ids))
         self._tokenizer = tokenizer
         self._seed = seed
@@ -148,7 +149,7 @@ class RolloutEngine:
         while True:
             # Slots that an unread round may free are worth more than a round begun early.
             wait = unread is not None and self._scheduler.crowded
-            plan = None if wait else self._scheduler.plan(time.monotonic())
+            plan = None if wait else self._scheduler.plan()
             if plan is None and unread is None:
                 self._wake.clear()
                 await self._wake.wait()

@@ -20,9 +20,8 @@ class Job:
     number: int  # of the submission, unique in the engine
     row: Row
     stop: StopStrings | None
-    submitted: float  # seconds on the scheduler's clock
+    submitted: float  # when, in seconds
     asked: int = 0  # tokens whose sampling has been dispatched
-    queue_seconds: float = 0.0
     fresh: bool = True  # no chunk has left yet
 
 

@@ -108,7 +108,7 @@ def publish(params: dict[str, Any], *, cfg: ModelConfig) -> dict[str, Any]:
     The copy shares no buffer with its source, so the source may be donated.
     """
     traces["publish"] += 1
-    # Without the copy, jit would hand unchanged inputs through as they are.
+    # Said outright, so as not to rest on what jit does with outputs that are inputs.
     return transformer.unstack(jax.tree.map(jnp.copy, params), cfg)
 
 

@@ -4,6 +4,7 @@ Plans and new weights flow in, results flow out. All but the constructor runs on
 thread; the cache and the states are donated to each call, so nothing else may hold them.
 """
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,8 @@ class Flight:
     """A round that was dispatched and not read yet."""
 
     plan: Plan
-    version: int
+    version: int  # of the weights
+    began: float
     firsts: list[jax.Array]
     block: jax.Array | None
 
@@ -91,6 +93,7 @@ class Runner:
         return Flight(
             plan=plan,
             version=self.version,
+            began=time.monotonic(),
             firsts=[self._prefill(packed) for packed in plan.prefills],
             block=self._decode() if plan.decode else None,
         )
@@ -103,6 +106,7 @@ class Runner:
             firsts=tuple(firsts),
             block=nothing if block is None else block,
             version=flight.version,
+            began=flight.began,
         )
 
     def _prefill(self, packed: np.ndarray) -> jax.Array:

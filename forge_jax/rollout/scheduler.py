@@ -45,6 +45,7 @@ class Results:
     firsts: tuple[np.ndarray, ...]  # i32[R, 3] per prefill call
     block: np.ndarray  # i32[K, B, 3]; K is 0 where the plan did not decode
     version: int  # of the weights that sampled it
+    began: float  # when it was dispatched, on the clock of the submissions
 
 
 class Scheduler:
@@ -102,12 +103,12 @@ class Scheduler:
         )
         return [(number, chunk) for number in numbers]
 
-    def plan(self, now: float) -> Plan | None:
+    def plan(self) -> Plan | None:
         """Admits what fits and plans the next round; None if there is nothing to do."""
         groups: dict[int, list[tuple[int, Job]]] = {}
         while self._waiting and self._free:
             (_, job), slot = self._waiting.popitem(last=False), self._free.pop()
-            job.asked, job.queue_seconds = 1, now - job.submitted
+            job.asked = 1
             self._owners[slot], self._slots[job.number] = job, slot
             groups.setdefault(self._bucket(job), []).append((slot, job))
         calls = [(size, rows) for size in sorted(groups) for rows in self._split(groups[size])]
@@ -151,10 +152,10 @@ class Scheduler:
                 sampled = np.concatenate([first[slot][None], sampled])
             sampled = sampled[sampled[:, STATUS] != IDLE]
             if len(sampled):
-                chunks.append((job.number, self._chunk(slot, job, sampled, results.version)))
+                chunks.append((job.number, self._chunk(slot, job, sampled, results)))
         return chunks
 
-    def _chunk(self, slot: int, job: Job, sampled: np.ndarray, version: int) -> Chunk:
+    def _chunk(self, slot: int, job: Job, sampled: np.ndarray, results: Results) -> Chunk:
         stop_text, finish = None, None
         status = sampled[-1, STATUS]
         if job.stop is not None:
@@ -169,7 +170,7 @@ class Scheduler:
             finish = Finish.LENGTH
         logprobs = np.ascontiguousarray(sampled[:, LOGP]).view(np.float32)
         if not np.isfinite(logprobs).all():
-            raise FloatingPointError(f"weights of version {version} give log-probs {logprobs}")
+            raise FloatingPointError(f"weights of version {results.version} gave {logprobs=}")
         self.counts["sampled"] += len(sampled)
         fresh, job.fresh = job.fresh, False
         if finish is not None:
@@ -177,10 +178,10 @@ class Scheduler:
         return Chunk(
             ids=np.ascontiguousarray(sampled[:, TOKEN]),
             logprobs=logprobs,
-            versions=np.full(len(sampled), version, np.int32),
+            versions=np.full(len(sampled), results.version, np.int32),
             finish=finish,
             stop_text=stop_text,
-            queue_seconds=job.queue_seconds if fresh else 0.0,
+            queue_seconds=results.began - job.submitted if fresh else 0.0,
         )
 
     def _end(self, slot: int, finish: Finish) -> None:

@@ -137,10 +137,11 @@ def test_tokens_after_a_swap_come_from_the_new_weights() -> None:
 
 
 def test_published_weights_survive_the_donation_of_their_source() -> None:
+    cpu = jax.devices()[0]
     consume = jax.jit(partial(jax.tree.map, jnp.negative), donate_argnums=0)
 
     async def run() -> None:
-        mine = jax.tree.map(lambda x: jax.device_put(x, may_alias=False), weights())
+        mine = jax.tree.map(lambda x: jax.device_put(x, cpu, may_alias=False), weights())
         async with served(NARROW, params=mine) as engine:
             await engine.swap(0, mine)
             before = await complete(engine, ask(prompt(0, 5), seed=1))
@@ -253,12 +254,12 @@ def test_a_fault_at_the_start_is_raised_by_serve() -> None:
 
 
 def test_an_idle_engine_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned: list[float] = []
+    planned: list[Any] = []
     plan = Scheduler.plan
 
-    def counted(self: Scheduler, now: float) -> Any:
-        planned.append(now)
-        return plan(self, now)
+    def counted(self: Scheduler) -> Any:
+        planned.append(plan(self))
+        return planned[-1]
 
     async def run() -> None:
         monkeypatch.setattr(Scheduler, "plan", counted)
