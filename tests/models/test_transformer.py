@@ -76,10 +76,9 @@ def test_scan_loop_and_recomputation_are_one_function(params: Any, seed: int) ->
     loss, gradient = loss_and_gradient(params, tokens, "none")
     expected = loss, host(gradient)
     close(loss_and_gradient(params, tokens, "block"), expected, 2e-4)
-    for remat in ("none", "block"):
-        loss, gradient = loss_and_gradient(unstack(params, SMALL), tokens, remat)
-        gradient["layers"] = jax.tree.map(lambda *x: np.stack(x), *host(gradient["layers"]))
-        close((loss, gradient), expected, 2e-4)
+    loss, gradient = loss_and_gradient(unstack(params, SMALL), tokens, "block")
+    gradient["layers"] = jax.tree.map(lambda *x: np.stack(x), *host(gradient["layers"]))
+    close((loss, gradient), expected, 2e-4)
 
 
 def test_an_unknown_recomputation_policy_is_refused(params: Any) -> None:
@@ -172,7 +171,10 @@ def test_half_precision_keeps_norms_and_logits_in_fp32(params: Any) -> None:
     # The squares of these embeddings are beyond fp16's largest number.
     large = cast(params, np.float16)
     large["embed"] = cast(np.asarray(large["embed"]) + 300, np.float16)
-    assert np.isfinite(states(large, tokens, order, causal(LENGTH), SMALL)).all()
+    h = states(large, tokens, order, causal(LENGTH), SMALL)
+    wide = states(cast(large, np.float32), tokens, order, causal(LENGTH), SMALL)
+    close(np.asarray(h, np.float32), wide, 0.1)
+    assert np.abs(wide).max() > 0.5
 
 
 def test_sharded_parameters_give_the_same_logits(params: Any) -> None:
