@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,11 @@ def test_the_first_rule_that_matches_wins() -> None:
         (Facts(), 5),
     ):
         assert match(rules, facts) == (number, rules[number])
+
+
+def test_a_script_needs_no_jax() -> None:
+    code = "import sys, forge_jax.rollout.scripted; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_an_answer_is_tokens_with_a_closing_stop_id() -> None:
