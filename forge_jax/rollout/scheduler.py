@@ -82,15 +82,12 @@ class Scheduler:
         self._waiting[job.number] = job
         self.counts["submitted"] += 1
 
-    def abandon(self, number: int) -> bool:
-        """Ends a job whose caller has gone; False if it had ended before."""
+    def abandon(self, number: int) -> None:
+        """Ends a job whose caller has gone; does nothing if it had ended before."""
         if number in self._slots:
             self._end(self._slots[number], Finish.ABORT)
-            return True
-        if self._waiting.pop(number, None) is not None:
+        elif self._waiting.pop(number, None) is not None:
             self.counts[Finish.ABORT] += 1
-            return True
-        return False
 
     def drain(self) -> list[tuple[int, Chunk]]:
         """Ends every job with an empty aborted chunk."""
