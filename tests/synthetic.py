@@ -43,7 +43,7 @@ def accidents(seed: int, vocab: int, temperatures: Sequence[float] = (1.0,)) -> 
     samples = []
     for tokens in sequences:
         mask = rng.random(len(tokens)) < 0.5
-        mask[0] = False
+        mask[: rng.integers(1, len(tokens) + 1) if rng.random() < 0.5 else 1] = False
         samples.append(make_sample(rng, tokens, mask, float(rng.choice(temperatures))))
     return [samples[i] for i in rng.permutation(len(samples))]
 

@@ -29,8 +29,6 @@ from forge_jax.sched.pack import bucket
 from forge_jax.trees import pytree
 from forge_jax.types import PackedTree
 
-TILES_GROWTH = 1.25  # from rung to rung of the padded length of a tile list
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
@@ -41,6 +39,7 @@ class StepConfig:
     loss: Loss = cispo
     ratio_cap: float = 5.0
     tile: int = 64  # side of an attention tile
+    bucket_ratio: float = 1.25  # growth of the padded length of a tile list
     attention: str = "auto"  # implementation, see `tree_attention`
     remat: str = "none"  # see `transformer.hidden`
     dtype: str = "float32"  # of the layers; head, softmax and loss are at least float32
@@ -89,7 +88,7 @@ def to_batch(tree: PackedTree, cfg: StepConfig) -> Batch:
     smallest = 2 * -(-len(tree.tokens) // cfg.tile)  # what many small trees need at most
 
     def rung(live: int) -> int:
-        return bucket(live, smallest, TILES_GROWTH, 1)
+        return bucket(live, smallest, cfg.bucket_ratio, 1)
 
     plan = tree_plan(tree.exit, tile=cfg.tile, bucket=rung)
     return Batch(

@@ -150,6 +150,17 @@ def test_a_row_is_extended_by_one_sample_only() -> None:
     assert tree.occurrence_sample[tree.edge_token[tree.occurrence_edge] < 3].tolist() == [0, 1]
 
 
+def test_a_sample_joins_the_longest_row_then_the_lowest() -> None:
+    rng = np.random.default_rng(0)
+    short = make_sample(rng, [5, 6], [0, 1])
+    long = [make_sample(rng, [5, 6, 7], [0, 1, 0]) for _ in range(2)]
+    last = make_sample(rng, [5, 6, 7, 8], [0, 0, 0, 1])
+    tree = merge([short, *long, last], "chain")
+    assert tree.tokens.tolist() == [5, 6, 7, 8, 5, 6, 7, 5, 6]
+    first_row = tree.edge_token[tree.occurrence_edge] < 4
+    assert tree.occurrence_sample[first_row].tolist() == [1, 3]
+
+
 def test_same_edge_under_two_temperatures_is_two_edges() -> None:
     rng = np.random.default_rng(0)
     samples = [make_sample(rng, [1, 2], [0, 1], t) for t in (1.0, 0.5, 1.0)]
