@@ -77,8 +77,8 @@ async def _draw_one(engine: Engine, completion: Completion, emit: Emit) -> None:
     async with contextlib.aclosing(chunks):
         async for chunk in chunks:
             pieces = completion.take(chunk, time.monotonic())
+            if completion.finish is Finish.ABORT:
+                raise Refused(503, "the engine stopped before the completion ended")
             await emit(completion, chunk, pieces)
     if completion.finish is None:
         raise RuntimeError("the engine ended a completion without a finish reason")
-    if completion.finish is Finish.ABORT:
-        raise Refused(503, "the engine stopped before the completion ended")

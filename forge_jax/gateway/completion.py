@@ -23,9 +23,13 @@ class Completion:
     """Tokens and text of one of the n completions of a call."""
 
     def __init__(
-        self, place: Place, request: Request, parent: Place | None, reader: TextReader,
+        self,
+        place: Place,
+        request: Request,
+        parent: Place | None,
+        tokenizer: Tokenizer,
         parser: ToolParser,
-    ):  # fmt: skip
+    ):
         self.place = place
         self.request = request
         self.parent = parent
@@ -35,7 +39,8 @@ class Completion:
         self.cached_tokens = 0
         self.ended = 0.0  # time of the last token
         self._chunks: list[Chunk] = []
-        self._reader = reader
+        self._tokenizer = tokenizer
+        self._reader = TextReader(tokenizer, request.sampling)
         self._parser = parser
         self._content: list[str] = []
         self._calls: list[ToolCall] = []
@@ -91,9 +96,10 @@ class Completion:
         """i32[C], of the weights that sampled each token."""
         return _joined([c.versions for c in self._chunks], np.int32)
 
-    def raw_text(self, tokenizer: Tokenizer) -> str:
+    @functools.cached_property
+    def raw_text(self) -> str:
         """The sampled tokens as text, what ended them included."""
-        return tokenizer.decode(self.output.tolist())
+        return self._tokenizer.decode(self.output.tolist())
 
     def turn(self, parents: Mapping[Place, int], arrived: float, opened: float) -> Turn:
         """The record of this completion; `parents` numbers the turns of the session."""

@@ -30,7 +30,6 @@ from forge_jax.gateway.messages import Conversation, ToolCall, encoded
 from forge_jax.gateway.metrics import Metrics
 from forge_jax.gateway.session import Session, request_digest, session_hints
 from forge_jax.gateway.sessions import Sessions
-from forge_jax.gateway.text import TextReader
 from forge_jax.gateway.tools import PlainText, ToolParser, parser_for
 from forge_jax.gateway.wire import Context, Wire
 from forge_jax.models.chat import Chat, TemplateError
@@ -64,19 +63,17 @@ class Endpoint:
             body = await read_body(receive, self._core.config.max_body_bytes)
             try:
                 ask = self._wire.parse(parse_object(body))
-                session, call, named = self._begin(scope, ask, body, arrived)
+                session, call = self._begin(scope, ask, body, arrived)
             except TemplateError as error:
                 raise ApiError(400, str(error), param="messages") from error
             except RecursionError:
                 raise ApiError(400, "the body is nested too deeply") from None
-            self._core.sessions.begin(session, call, named)
+            self._core.sessions.begin(session, call)
             await self._serve(session, call, ask, receive, send)
         except ClientGone:
             pass  # there is nobody to answer
 
-    def _begin(
-        self, scope: Scope, ask: Ask, body: bytes, arrived: float
-    ) -> tuple[Session, Call, bool]:
+    def _begin(self, scope: Scope, ask: Ask, body: bytes, arrived: float) -> tuple[Session, Call]:
         """The call that a request is; the session does not know of it yet."""
         core, headers = self._core, headers_of(scope)
         name = session_name(scope, headers)
@@ -97,7 +94,7 @@ class Endpoint:
             hints=session_hints(headers),
         )
         call.completions = self._completions(session, call, ask)
-        return session, call, name is not None
+        return session, call
 
     def _prompt(self, session: Session, ask: Ask) -> Prompt:
         if isinstance(ask.source, Conversation):
@@ -115,6 +112,8 @@ class Endpoint:
         chat = self._core.chat
         parent = session.replies.parent(call.prompt.ids)
         temperature = session.temperature if ask.temperature is None else ask.temperature
+        stop_ids = (*chat.stop_ids, *ask.stop_ids)
+        facts = _facts(call, ask.source)
         completions = []
         for choice in range(ask.n):
             sampling = Sampling(
@@ -123,18 +122,15 @@ class Endpoint:
                 seed=session.seed_of(call.draw) if ask.seed is None else ask.seed,
                 choice=choice,
                 stop=ask.stop,
-                stop_ids=(*chat.stop_ids, *ask.stop_ids),
+                stop_ids=stop_ids,
                 ignore_eos=ask.ignore_eos,
-            )
-            request = Request(
-                prompt=call.prompt.ids, sampling=sampling, facts=_facts(call, ask.source)
             )
             completions.append(
                 Completion(
                     place=(call.number, choice),
-                    request=request,
+                    request=Request(prompt=call.prompt.ids, sampling=sampling, facts=facts),
                     parent=None if parent is None else parent.place,
-                    reader=TextReader(chat.tokenizer, sampling),
+                    tokenizer=chat.tokenizer,
                     parser=self._parser(ask.source, f"call_{call.id}_{choice}"),
                 )
             )
@@ -178,6 +174,7 @@ class Endpoint:
             LOG.exception("a call failed")
             await answer.fail(stream, ApiError(500, "the server failed"))
         finally:
+            call.task = None
             core.metrics.end(call)
             core.sessions.ended(session, call)
 

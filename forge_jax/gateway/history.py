@@ -136,7 +136,7 @@ def write_prompt(
             replies += 1
             completions = find(message)
             if completions:
-                slots.append(Slot(index, completions, completions[-1].raw_text(chat.tokenizer)))
+                slots.append(Slot(index, completions, completions[-1].raw_text))
     text = _render(chat, conversation, slots)
     places = _places(slots, text)
     while len(places) < len(slots):

@@ -36,9 +36,9 @@ class Metrics:
         """A call has ended, however."""
         self._counts["calls_running"] -= 1
         self._counts["prompt_tokens_total"] += len(call.prompt.ids)
+        self._counts["cached_tokens_total"] += call.completions[0].cached_tokens
         for completion in call.completions:
             self._finishes[str(completion.finish or Finish.ABORT)] += 1
-            self._counts["cached_tokens_total"] += completion.cached_tokens
             self._counts["sampled_tokens_total"] += len(completion.output)
 
     def text(self, sessions: int) -> str:

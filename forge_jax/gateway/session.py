@@ -24,12 +24,24 @@ class Session:
     """Calls of one identity, in order of arrival."""
 
     def __init__(
-        self, name: str, seed: int | None, temperature: float | None, declared: bool, chat: Chat
+        self,
+        name: str,
+        chat: Chat,
+        *,
+        seed: int | None = None,
+        temperature: float | None = None,
+        declared: bool = False,
+        anonymous: bool = False,
     ):
+        """`seed` and `temperature` are those of calls that bring none.
+
+        Nobody can ask for an `anonymous` session again.
+        """
         self.name = name
         self.seed = seed
         self.temperature = temperature
         self.declared = declared
+        self.anonymous = anonymous
         self.opened = time.monotonic()
         self.replies = Replies()
         self.calls: dict[int, Call] = {}

@@ -39,7 +39,9 @@ class Sessions:
             if known.declared:
                 raise ValueError(f"session={name!r} is already open")
             known.close()
-        self._table[name] = Session(name, seed, temperature, True, self._chat)
+        self._table[name] = Session(
+            name, self._chat, seed=seed, temperature=temperature, declared=True
+        )
 
     def close(self, name: str) -> tuple[Turn, ...]:
         """Ends a session and forgets it; gives its turns. Raises KeyError if there is none."""
@@ -55,16 +57,16 @@ class Sessions:
         A new one enters the table with its first call; one without a name never does.
         """
         if name is None:
-            return Session(f"anonymous-{secrets.token_hex(8)}", None, None, False, self._chat)
+            return Session(f"anonymous-{secrets.token_hex(8)}", self._chat, anonymous=True)
         session = self._table.get(name)
         if session is None and create:
-            session = Session(name, None, None, False, self._chat)
+            session = Session(name, self._chat)
         return session
 
-    def begin(self, session: Session, call: Call, named: bool) -> None:
+    def begin(self, session: Session, call: Call) -> None:
         """A call of `session` is about to be drawn."""
         session.begin(call)
-        if named:
+        if not session.anonymous:
             self._table.setdefault(session.name, session)
 
     def ended(self, session: Session, call: Call) -> None:

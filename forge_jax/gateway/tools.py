@@ -108,7 +108,7 @@ class HermesParser:
         if not last and (end is None or (CLOSE.startswith(rest) and rest != CLOSE)):
             # The tag seen is part of a string that goes on, or of one behind which the
             # call's own tag has begun.
-            self._tried = closed if end is None else closed - 1
+            self._tried = closed
             return False
         call = None
         if end is not None and (rest.startswith(CLOSE) or (last and CLOSE.startswith(rest))):

@@ -1,15 +1,17 @@
 """Bad requests: the right status, OpenAI's error shape, the field named, and never a 500."""
 
 import copy
+import dataclasses
 import json
 import random
+from collections.abc import AsyncIterator
 
 import httpx
 import openai
 import pytest
 from fake_engine import LOOK, FakeEngine, chat_of, run, served, text_engine
 
-from forge_jax.types import Refused
+from forge_jax.types import Chunk, Finish, Refused, Request
 
 USER = [{"role": "user", "content": "hi"}]
 CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
@@ -231,6 +233,27 @@ def test_a_fault_of_the_engine(caplog: pytest.LogCaptureFixture) -> None:
             assert answer.json()["error"]["type"] == "server_error"
             assert "deep inside" not in answer.text
             assert "deep inside" in caplog.text
+
+    run(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_stops_midway(stream: bool) -> None:
+    class Stopping(FakeEngine):
+        async def generate(self, request: Request) -> AsyncIterator[Chunk]:
+            async for chunk in super().generate(request):
+                last = chunk.finish is not None
+                yield dataclasses.replace(chunk, finish=Finish.ABORT) if last else chunk
+
+    async def test() -> None:
+        chat = chat_of("chatml")
+        async with served(Stopping(lambda _: [*b"abcdefgh"]), chat) as up:
+            answer = await up.post("/s/s/v1/chat/completions", {"messages": USER, "stream": stream})
+            assert answer.status_code == (200 if stream else 503)
+            assert "the engine stopped" in answer.text
+            assert '"finish_reason":"' not in answer.text
+            (turn,) = await up.turns("s")
+            assert turn["finish_reason"] == "abort"
 
     run(test)
 

@@ -130,6 +130,9 @@ def test_every_call_extends_the_one_before(form: str, rewrite: str) -> None:
                 assert [turn.parent for turn in turns] == [None, 0, 1, 2]
                 for before, after in itertools.pairwise(turns):
                     assert extends(after, before)
+                    # No turn is closed twice, by the model and by the template.
+                    text = up.gateway._core.chat.tokenizer.decode(after.prompt.tolist())
+                    assert "<|im_end|><|im_end|>" not in text
 
     run(test)
 
