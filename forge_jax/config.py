@@ -182,6 +182,7 @@ class TrainConfig:
     ratio_cap: float = 5.0  # CISPO: cap of the importance ratio
     temperature: float = 1.0  # of the rollouts
     checkpoint_every: int = 20
+    audit_versions: int = 4  # past weights kept to check the sampler's log-probs against
     resume: str | None = None  # folder of the run to continue
     warm: WarmConfig = field(default_factory=WarmConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -195,4 +196,5 @@ class TrainConfig:
         check(self.steps >= 0, f"steps={self.steps} must be >= 0")
         check(self.ratio_cap > 0, f"ratio_cap={self.ratio_cap} must be > 0")
         check(self.temperature > 0, f"temperature={self.temperature} must be > 0 to train")
+        check(self.audit_versions >= 0, f"audit_versions={self.audit_versions} must be >= 0")
         check(self.checkpoint_every >= 1, f"checkpoint_every={self.checkpoint_every} must be >= 1")

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from forge_jax.config import TrainConfig
+from forge_jax.rl.audit import Audit
 from forge_jax.rl.collect import Collector, Taken
 from forge_jax.rl.credit import group_samples
-from forge_jax.rl.measure import batch_row, episode_row, gap_row
+from forge_jax.rl.measure import batch_row, episode_row
 from forge_jax.rl.state import TrainState
-from forge_jax.rl.step import StepConfig, Updated, scatter, update
+from forge_jax.rl.step import StepConfig, update
 from forge_jax.rollout.engine import RolloutEngine
 from forge_jax.sched.pack import micro_batches
 from forge_jax.types import PackedTree, Sample, Turn
@@ -70,7 +71,8 @@ async def reinforce(
     in flight at the end is cancelled.
     """
     loop = asyncio.get_running_loop()
-    version = first - 1
+    audit = Audit(cfg.audit_versions)
+    await loop.run_in_executor(device, audit.remember, first - 1, state.params)
     async with asyncio.TaskGroup() as workers:
         collector.resume(workers)
         for step in range(first, cfg.steps + 1):
@@ -79,26 +81,28 @@ async def reinforce(
             taken = await collector.take(cfg.sched.batch, workers, refill=not cfg.sched.synchronous)
             collected = time.monotonic()
             batch = await asyncio.to_thread(prepare, taken, cfg)
-            state, done = await loop.run_in_executor(device, update, state, batch.trees, step_cfg)
+            state, trained = await loop.run_in_executor(
+                device, train_step, state, batch, step, step_cfg, audit
+            )
             await engine.swap(step, state.params)
-            row = describe(step, version, taken, batch, done)
+            row = {"step": step} | episode_row(taken) | batch_row(batch.samples, batch.trees)
+            row |= trained
             row["seconds_collect"] = collected - began
             row["seconds_update"] = time.monotonic() - collected
-            version = step
             record = Step(state=state, cursors=collector.state(), batch=batch, row=row)
             await loop.run_in_executor(device, on_step, record)
         collector.cancel()
     return state
 
 
-def describe(
-    step: int, version: int, taken: Sequence[Taken], batch: Prepared, done: Updated
-) -> dict[str, Any]:
-    """The row of metrics of one step; `version` are the weights that were updated."""
-    row: dict[str, Any] = {"step": step, "stepped": done.stepped}
-    row |= episode_row(taken) | batch_row(batch.samples, batch.trees)
+def train_step(
+    state: TrainState, batch: Prepared, step: int, cfg: StepConfig, audit: Audit
+) -> tuple[TrainState, dict[str, Any]]:
+    """The update, and what it says of itself; a batch without a trained token changes nothing."""
+    state, done = update(state, batch.trees, cfg)
+    row: dict[str, Any] = {"stepped": done.stepped}
     if done.stepped:
-        logp = scatter(done.logp, done.index, row["tokens_total"])
-        row |= gap_row(batch.samples, batch.turns, version, logp)
         row |= {"loss": done.loss, "grad_norm": done.grad_norm} | done.metrics
-    return row
+        row |= audit.gap(batch.samples, batch.turns, batch.trees, step - 1, done, cfg)
+    audit.remember(step, state.params)
+    return state, row

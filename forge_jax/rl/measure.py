@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from forge_jax.rl.collect import Taken
-from forge_jax.types import PackedTree, Sample, Turn
+from forge_jax.types import PackedTree, Sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,31 +73,6 @@ def batch_row(samples: Sequence[Sample], batches: Sequence[PackedTree]) -> dict[
         "tokens_trained": sum(b.n_occurrences for b in batches),
         "tree_token_ratio": total / unique if unique else None,
         "micro_batches": len(batches),
-    }
-
-
-def gap_row(
-    samples: Sequence[Sample],
-    turns: Sequence[Turn],
-    version: int,
-    logp: np.ndarray,
-) -> dict[str, Any]:
-    """How far the trainer's log-probs are from the engine's, on calls that only the weights
-    being trained sampled.
-
-    `logp` f32[L] holds the trainer's, of `version`, in place of each trained token of the
-    concatenated samples.
-    """
-    gaps = []
-    start = 0
-    for sample, turn in zip(samples, turns, strict=True):
-        here = slice(start, start + len(sample.tokens))
-        if np.all(turn.versions == version):
-            gaps.append(np.abs(logp[here] - sample.old_logp)[sample.mask].max())
-        start = here.stop
-    return {
-        "logp_gap_max": float(max(gaps)) if gaps else None,
-        "logp_gap_calls": len(gaps),
     }
 
 

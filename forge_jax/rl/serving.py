@@ -15,6 +15,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from forge_jax.config import RolloutConfig
+from forge_jax.gateway.config import GatewayConfig
 from forge_jax.gateway.gateway import Gateway
 from forge_jax.models.load import LoadedModel
 from forge_jax.rollout.engine import RolloutEngine
@@ -47,7 +48,14 @@ async def serving(
         device=device,
         version=version,
     )
-    gateway = Gateway(engine, model.chat, model.name, admin_key=secrets.token_urlsafe())
+    # Only the sessions a player opened exist: a late call of an ended episode is refused.
+    gateway = Gateway(
+        engine,
+        model.chat,
+        model.name,
+        admin_key=secrets.token_urlsafe(),
+        config=GatewayConfig(undeclared=False),
+    )
     async with asyncio.TaskGroup() as group:
         await engine.warm_up()
         running = group.create_task(engine.serve())
