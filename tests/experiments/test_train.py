@@ -184,3 +184,16 @@ def test_the_gate_keeps_rl_from_starting_at_chance(
     _, err = (run := start(environment, *overrides)).communicate(timeout=300)
     assert run.returncode == 2
     assert "warm.gate=0.9" in err
+
+
+def test_a_multirun_is_one_run_folder_a_job(tmp_path: Path, environment: dict[str, str]) -> None:
+    overrides = (*SYNCHRONOUS, "steps=1", "warm.steps=2", "eval.episodes=2")
+    run = start(environment, "-m", "seed=0,1", *overrides, f"hydra.sweep.dir={tmp_path}/sweep")
+    out, err = run.communicate(timeout=300)
+    assert run.returncode == 0, err
+    summaries = [json.loads(line) for line in out.splitlines()]
+    assert [Path(s["run_dir"]).name for s in summaries] == ["0", "1"]
+    for number, summary in enumerate(summaries):
+        folder = Path(summary["run_dir"])
+        assert json.loads((folder / "summary.json").read_text()) == summary
+        assert f"seed: {number}" in (folder / "config.yaml").read_text()
