@@ -119,16 +119,16 @@ def _check_values(path: str, arrays: dict[str, np.ndarray], start: np.ndarray, v
         bad[PER_TOKEN] = (~np.isfinite(arrays[PER_TOKEN]), "is not finite")
     for name, (wrong, why) in bad.items():
         if wrong.any():
-            at = int(wrong.argmax())
+            at = int(np.argmax(wrong))
             sample = int(np.searchsorted(start, at, "right")) - 1
             place = at - start[sample]
             raise UserError(f"{path}: sample {sample}: {name}[{place}]={arrays[name][at]} {why}")
     if mask[first].any():
-        sample = int(mask[first].argmax())
+        sample = int(np.argmax(mask[first]))
         raise UserError(f"{path}: sample {sample} trains its first token, which has no context")
     wrong = ~np.isfinite(arrays["advantages"])
     if wrong.any():
-        sample = int(wrong.argmax())
+        sample = int(np.argmax(wrong))
         raise UserError(
             f"{path}: sample {sample}: advantages={arrays['advantages'][sample]} is not finite"
         )
