@@ -95,6 +95,11 @@ class SchedConfig:
         check(self.batch >= 1, f"batch={self.batch} must be at least 1")
         check(self.in_flight >= self.batch, f"in_flight={self.in_flight} < batch={self.batch}")
         check(self.window is None or self.window >= 0, f"window={self.window} must be >= 0")
+        check(
+            not self.synchronous or self.in_flight == self.batch,
+            f"in_flight={self.in_flight} must be batch={self.batch} where synchronous=True: "
+            "what is left over would be of older weights",
+        )
         check(self.episode_seconds > 0, f"episode_seconds={self.episode_seconds} must be > 0")
 
 
@@ -117,6 +122,10 @@ class OptimConfig:
         check(self.warmup_steps >= 0, f"warmup_steps={self.warmup_steps} must be >= 0")
         check(self.decay_steps >= 0, f"decay_steps={self.decay_steps} must be >= 0")
         check(0 <= self.final_share <= 1, f"final_share={self.final_share} must be in [0, 1]")
+        check(0 <= self.beta1 < 1, f"beta1={self.beta1} must be in [0, 1)")
+        check(0 <= self.beta2 < 1, f"beta2={self.beta2} must be in [0, 1)")
+        check(self.eps > 0, f"eps={self.eps} must be > 0")
+        check(self.weight_decay >= 0, f"weight_decay={self.weight_decay} must be >= 0")
         check(self.clip_norm > 0, f"clip_norm={self.clip_norm} must be > 0")
 
 
@@ -131,6 +140,7 @@ class WarmConfig:
 
     def __post_init__(self) -> None:
         check(self.steps >= 0, f"steps={self.steps} must be >= 0")
+        check(self.batch >= 1, f"batch={self.batch} must be at least 1")
         check(0 <= self.gate < 1, f"gate={self.gate} must be in [0, 1)")
 
 
@@ -143,6 +153,8 @@ class PackConfig:
     bucket_ratio: float = 1.25  # growth of the padded sizes: 2 compiles least, 1.1 pads least
 
     def __post_init__(self) -> None:
+        check(self.budget >= 1, f"budget={self.budget} must be at least 1")
+        check(self.tile >= 1, f"tile={self.tile} must be at least 1")
         check(self.bucket_ratio > 1, f"bucket_ratio={self.bucket_ratio} must be > 1")
 
 
@@ -152,8 +164,26 @@ class EvalConfig:
 
     episodes: int = 256
     concurrency: int = 64
-    temperature: float = 1.0
-    seed: int = 0
+    temperature: float = 1.0  # 0 is greedy
+    seed: int = 0  # of the tasks and of what is sampled
+
+    def __post_init__(self) -> None:
+        check(self.episodes >= 1, f"episodes={self.episodes} must be at least 1")
+        check(self.concurrency >= 1, f"concurrency={self.concurrency} must be at least 1")
+        check(self.temperature >= 0, f"temperature={self.temperature} must be >= 0")
+        check(self.seed >= 0, f"seed={self.seed} must be >= 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Devices that the trainer and the engine share; the product is how many are used."""
+
+    fsdp: int = 1  # parts into which weights are cut along their input side
+    tensor: int = 1  # parts into which they are cut along heads and hidden units
+
+    def __post_init__(self) -> None:
+        check(self.fsdp >= 1, f"fsdp={self.fsdp} must be at least 1")
+        check(self.tensor >= 1, f"tensor={self.tensor} must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +192,6 @@ class LogConfig:
 
     wandb: str = "disabled"  # disabled | offline | online
     project: str = "forge_jax"
-    every: int = 1  # steps between progress lines
 
     def __post_init__(self) -> None:
         check(
@@ -181,7 +210,7 @@ class TrainConfig:
     seed: int = 0
     ratio_cap: float = 5.0  # CISPO: cap of the importance ratio
     temperature: float = 1.0  # of the rollouts
-    checkpoint_every: int = 20
+    checkpoint_every: int = 20  # updates
     audit_versions: int = 4  # past weights kept to check the sampler's log-probs against
     resume: str | None = None  # folder of the run to continue
     warm: WarmConfig = field(default_factory=WarmConfig)
@@ -190,10 +219,12 @@ class TrainConfig:
     sched: SchedConfig = field(default_factory=SchedConfig)
     pack: PackConfig = field(default_factory=PackConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
         check(self.steps >= 0, f"steps={self.steps} must be >= 0")
+        check(self.seed >= 0, f"seed={self.seed} must be >= 0")
         check(self.ratio_cap > 0, f"ratio_cap={self.ratio_cap} must be > 0")
         check(self.temperature > 0, f"temperature={self.temperature} must be > 0 to train")
         check(self.audit_versions >= 0, f"audit_versions={self.audit_versions} must be >= 0")

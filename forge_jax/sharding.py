@@ -7,8 +7,9 @@ comes out. A logical axis without a rule is replicated.
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
+from forge_jax.config import UserError
 from forge_jax.trees import is_param
 
 # Logical axis -> mesh axis. "fsdp" cuts weights along their input side, "tensor" along heads
@@ -22,18 +23,18 @@ RULES: dict[str, str] = {
 }
 
 
-def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
-    """A mesh of Auto axes over the first ``data * fsdp * tensor`` devices.
+def make_mesh(fsdp: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
+    """A mesh of Auto axes over the first ``fsdp * tensor`` devices.
 
-    Raises ValueError if there are fewer devices.
+    Raises UserError if there are fewer devices.
     """
-    need, have = data * fsdp * tensor, jax.device_count()
+    need, have = fsdp * tensor, jax.device_count()
     if need > have:
-        raise ValueError(f"mesh {data=} {fsdp=} {tensor=} needs {need} devices, found {have}")
+        raise UserError(f"mesh {fsdp=} {tensor=} needs {need} devices, found {have}")
     return jax.make_mesh(
-        (data, fsdp, tensor),
-        ("data", "fsdp", "tensor"),
-        axis_types=(jax.sharding.AxisType.Auto,) * 3,
+        (fsdp, tensor),
+        ("fsdp", "tensor"),
+        axis_types=(jax.sharding.AxisType.Auto,) * 2,
         devices=jax.devices()[:need],
     )
 
@@ -54,3 +55,8 @@ def shardings(layout: Any, mesh: jax.sharding.Mesh) -> Any:
         return NamedSharding(mesh, jax.P(*spec))
 
     return jax.tree.map(place, layout, is_leaf=is_param)
+
+
+def replicated(beside: Sharding) -> Sharding:
+    """Whole on every device of the mesh that `beside` is of, or where it is without one."""
+    return NamedSharding(beside.mesh, jax.P()) if isinstance(beside, NamedSharding) else beside

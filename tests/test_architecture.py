@@ -10,7 +10,7 @@ MAY_IMPORT = {
     "types": set(),
     "config": set(),
     "trees": set(),
-    "sharding": {"trees"},
+    "sharding": {"config", "trees"},
     "attention": {"types", "config", "trees", "sharding"},
     "models": {"types", "config", "trees", "sharding"},
     "rollout": {"types", "config", "trees", "sharding", "models", "attention"},

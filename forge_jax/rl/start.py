@@ -1,20 +1,26 @@
-"""Where a run begins: its newest checkpoint, or a policy warm-started on scripted play."""
+"""Where a run begins: its newest checkpoint, or a policy warm-started on scripted play.
+
+A model goes in; the state that RL starts or continues from comes out, on the run's mesh.
+"""
 
 import dataclasses
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich.progress import Progress
 
 from forge_jax.config import TrainConfig
 from forge_jax.models.load import LoadedModel
+from forge_jax.models.transformer import layout
 from forge_jax.rl.checkpoint import Checkpoints
 from forge_jax.rl.losses import cispo, negative_log_likelihood
 from forge_jax.rl.measure import Totals
 from forge_jax.rl.state import TrainState, create
 from forge_jax.rl.step import StepConfig, Updated
 from forge_jax.rl.warm import warm_start
+from forge_jax.sharding import make_mesh, shardings
 
 WARM_CHECKPOINT_EVERY = 100  # steps of the warm start
 
@@ -32,20 +38,28 @@ class Start:
 def beginning(
     cfg: TrainConfig, model: LoadedModel, folder: Path, checkpoints: Checkpoints, bars: Progress
 ) -> Start:
-    """The newest checkpoint, or else the warm-started policy."""
+    """The newest checkpoint, or else the warm-started policy.
+
+    Consumes the weights of `model`. Raises UserError if there are fewer devices than the mesh
+    wants, or a checkpoint cannot be read.
+    """
+    mesh = make_mesh(fsdp=cfg.mesh.fsdp, tensor=cfg.mesh.tensor)
+    params = jax.device_put(model.params, shardings(layout(model.cfg), mesh))
     step = checkpoints.latest()
     if step is None:
-        params = warm_params(cfg, model, folder, bars)
+        params = warm_params(cfg, model, params, folder, bars)
         state = create(params, cfg.optim)
         return Start(step=0, state=state, totals=Totals(), cursors=None)
-    state, host = checkpoints.restore(step, create(model.params, cfg.optim))
+    state, host = checkpoints.restore(step, create(params, cfg.optim))
     totals = Totals(**host["totals"])
     return Start(step=step, state=state, totals=totals, cursors=host["cursors"])
 
 
-def warm_params(cfg: TrainConfig, model: LoadedModel, folder: Path, bars: Progress) -> Any:
-    """Parameters after the supervised phase, which has checkpoints of its own."""
-    state, first = create(model.params, cfg.warm.optim), 1
+def warm_params(
+    cfg: TrainConfig, model: LoadedModel, params: Any, folder: Path, bars: Progress
+) -> Any:
+    """`params` after the supervised phase, which has checkpoints of its own."""
+    state, first = create(params, cfg.warm.optim), 1
     with closing(Checkpoints(folder / "warm", keep=1)) as checkpoints:
         latest = checkpoints.latest()
         if latest is not None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from forge_jax.config import OptimConfig
+from forge_jax.sharding import replicated
 from forge_jax.trees import pytree
 
 
@@ -25,13 +26,12 @@ class TrainState:
 
 
 def optimizer(cfg: OptimConfig) -> optax.GradientTransformation:
-    """AdamW on gradients clipped by their global norm, its rate warmed up and decayed.
+    """AdamW (arXiv 1711.05101) on gradients clipped by their global norm, its rate scheduled.
 
     Step s (from 0) of the warm-up has the rate ``learning_rate * (s + 1) / warmup_steps``;
     from its end the rate falls in a straight line, to ``final_share`` of it at
     ``decay_steps`` and after.
     """
-
     return optax.chain(
         optax.clip_by_global_norm(cfg.clip_norm),
         optax.adamw(
@@ -55,7 +55,18 @@ def rate(count: jax.Array, cfg: OptimConfig) -> jax.Array:
 
 
 def create(params: Any, cfg: OptimConfig) -> TrainState:
-    """The state before the first update. It aliases `params`, which updates then consume."""
+    """The state before the first update, on the devices of `params`.
+
+    It aliases `params`, which updates then consume. Moments are cut as their parameters are;
+    counters are whole on every device.
+    """
+    where = jax.tree.map(lambda p: p.sharding, params)
+    everywhere = partial(jax.device_put, device=replicated(jax.tree.leaves(where)[0]))
+    made = optimizer(cfg)
     return TrainState(
-        step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer(cfg).init(params)
+        step=everywhere(jnp.zeros((), jnp.int32)),
+        params=jax.device_put(params, where),
+        opt_state=optax.tree.map_params(
+            made, jax.device_put, made.init(params), where, transform_non_params=everywhere
+        ),
     )

@@ -78,6 +78,7 @@ class Gathered:
     """The sums over the micro-batches of a step, before any update."""
 
     grads: Any  # like the parameters, on the device
+    loss: float  # summed in float64: large terms of both signs nearly cancel
     metrics: Metrics
     logp: np.ndarray  # as in `Updated`
     index: np.ndarray
@@ -108,24 +109,26 @@ def to_batch(tree: PackedTree, cfg: StepConfig) -> Batch:
 @partial(jax.jit, static_argnames=("cfg",))
 def gradients(
     params: Any, batch: Batch, denominator: Float[Array, ""], cfg: StepConfig
-) -> tuple[Any, Metrics, Float[Array, " M"]]:
-    """Gradient of a micro-batch's share of the loss, its metrics and log-probs.
+) -> tuple[Any, Metrics, Float[Array, " M"], Float[Array, " M"]]:
+    """Gradient of a micro-batch's share of the loss, its metrics, and per occurrence the
+    log-prob and the term ``weight * loss``.
 
-    The share is ``Σ weight * loss / denominator``; gradients are in the dtype of `params`.
+    The share is the sum of the terms over `denominator`; gradients are in the dtype of
+    `params`.
     """
 
-    def objective(params: Any) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
+    def objective(params: Any) -> tuple[jax.Array, tuple[Metrics, jax.Array, jax.Array]]:
         logp, entropy = _occurrences(params, batch, cfg)
         old_logp, advantage, weight = (
             jnp.asarray(x, logp.dtype) for x in (batch.old_logp, batch.advantage, batch.weight)
         )
         each = cfg.loss(logp, old_logp, advantage, cfg.ratio_cap)
-        loss = jnp.sum(jnp.where(weight > 0, each * weight, 0.0)) / denominator
-        metrics = measure(loss, logp, old_logp, entropy, weight, cfg.ratio_cap)
-        return loss, jax.lax.stop_gradient((metrics, logp))
+        terms = jnp.where(weight > 0, each * weight, 0.0)
+        metrics = measure(logp, old_logp, entropy, weight, cfg.ratio_cap)
+        return jnp.sum(terms) / denominator, jax.lax.stop_gradient((metrics, logp, terms))
 
-    grads, (metrics, logp) = jax.grad(objective, has_aux=True)(params)
-    return grads, metrics, logp
+    grads, beside = jax.grad(objective, has_aux=True)(params)
+    return grads, *beside
 
 
 @partial(jax.jit, static_argnames=("cfg",))
@@ -170,30 +173,42 @@ def gather(params: Any, trees: Sequence[PackedTree], cfg: StepConfig) -> Gathere
 
     Raises ValueError if there is no trained occurrence to average over.
     """
-    trained = sum(tree.n_occurrences for tree in trees)
+    real = [tree.n_occurrences for tree in trees]
+    trained = sum(real)
     if trained == 0:
         raise ValueError("no trained occurrence in any micro-batch")
     sums, found = None, []
     for tree in trees:
-        grads, metrics, logp = gradients(params, to_batch(tree, cfg), float(trained), cfg)
+        grads, metrics, *each = gradients(params, to_batch(tree, cfg), float(trained), cfg)
         sums = (grads, metrics) if sums is None else _add(sums, (grads, metrics))
-        found.append(logp)
+        found.append((tree.occurrence_index, *each))
     assert sums is not None
-    real = [tree.n_occurrences for tree in trees]
+    index, logp, terms = (
+        np.concatenate([x[:n] for x, n in zip(jax.device_get(parts), real, strict=True)])
+        for parts in zip(*found, strict=True)
+    )
     return Gathered(
         grads=sums[0],
+        loss=float(np.sum(terms, dtype=np.float64)) / trained,
         metrics=sums[1],
-        logp=np.concatenate([np.asarray(x)[:n] for x, n in zip(found, real, strict=True)]),
-        index=np.concatenate([t.occurrence_index[:n] for t, n in zip(trees, real, strict=True)]),
+        logp=logp,
+        index=index,
     )
 
 
-@partial(jax.jit, static_argnames=("cfg",), donate_argnames=("state",))
 def apply(state: TrainState, grads: Any, cfg: OptimConfig) -> tuple[TrainState, Float[Array, ""]]:
     """One step of the optimiser; returns the norm of `grads` before clipping.
 
-    `state` is consumed.
+    `state` is consumed; the next one lies on the devices as it did.
     """
+    where = jax.tree.map(lambda x: x.sharding, state)
+    after, norm = _apply(state, grads, cfg)
+    # Left to itself the compiler may cut the next state otherwise, and programs compile anew.
+    return jax.device_put(after, where), norm
+
+
+@partial(jax.jit, static_argnames=("cfg",), donate_argnames=("state",))
+def _apply(state: TrainState, grads: Any, cfg: OptimConfig) -> tuple[TrainState, Float[Array, ""]]:
     norm = optax.tree.norm(grads)
     updates, opt_state = optimizer(cfg).update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
@@ -220,7 +235,7 @@ def update(
     state, norm = apply(state, found.grads, cfg.optim)
     return state, Updated(
         stepped=True,
-        loss=float(found.metrics.loss),
+        loss=found.loss,
         grad_norm=float(norm),
         metrics=found.metrics.values(),
         logp=found.logp,

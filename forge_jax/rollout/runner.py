@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from forge_jax.config import RolloutConfig
 from forge_jax.models.config import ModelConfig
@@ -18,6 +17,7 @@ from forge_jax.rollout import programs
 from forge_jax.rollout.cache import cache_sharding, empty_cache
 from forge_jax.rollout.packets import buckets, pack_prefill
 from forge_jax.rollout.scheduler import Plan, Results
+from forge_jax.sharding import replicated
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,8 +53,7 @@ class Runner:
         embed, rollout = self._layout["embed"], self._rollout
         where = cache_sharding(embed.sharding, self._cfg)
         self._cache = empty_cache(self._cfg, rollout.slots, rollout.context, embed.dtype, where)
-        whole = NamedSharding(where.mesh, jax.P()) if isinstance(where, NamedSharding) else where
-        self._slots = jax.device_put(programs.empty_slots(rollout.slots), whole)
+        self._slots = jax.device_put(programs.empty_slots(rollout.slots), replicated(where))
 
     def publish(self, version: int, params: Any) -> None:
         """Copies stacked parameters to where the first ones were, and goes on with the copy.

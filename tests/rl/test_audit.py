@@ -3,48 +3,26 @@
 import jax
 import numpy as np
 import pytest
+from small_policy import MODEL, make_turn
 
 from forge_jax.config import OptimConfig, PackConfig
-from forge_jax.models.config import ModelConfig
 from forge_jax.models.transformer import init
 from forge_jax.rl.audit import Audit, only_version, recomputed
 from forge_jax.rl.credit import turn_sample
 from forge_jax.rl.state import create
 from forge_jax.rl.step import StepConfig, update
 from forge_jax.sched.pack import micro_batches
-from forge_jax.types import Finish, Turn
+from forge_jax.types import Turn
 
-MODEL = ModelConfig(
-    vocab=32,
-    embed=16,
-    layers=1,
-    heads=2,
-    kv_heads=1,
-    head_dim=8,
-    ffn=16,
-    rope_theta=1e4,
-    tied=True,
-    max_context=64,
-    init_std=0.3,
-)
 STEP = StepConfig(model=MODEL, optim=OptimConfig(learning_rate=0.05), tile=16)
 PACK = PackConfig(budget=256, tile=16, bucket_ratio=2.0)
 
 
 def turn(seed: int, versions: list[int]) -> Turn:
-    rng = np.random.default_rng(seed)
-    return Turn(
-        prompt=rng.integers(0, 32, 5).astype(np.int32),
-        output=rng.integers(0, 32, len(versions)).astype(np.int32),
-        logprobs=np.zeros(len(versions), np.float32),
-        versions=np.array(versions, np.int32),
-        temperature=1.0,
-        finish=Finish.STOP,
-        parent=None,
-        start=0.0,
-        seconds=0.0,
-        queue_seconds=0.0,
+    prompt, output = np.split(
+        np.random.default_rng(seed).integers(0, MODEL.vocab, 5 + len(versions)), [5]
     )
+    return make_turn(prompt, output, versions)
 
 
 def sampled_by(params: object, plain: Turn) -> Turn:

@@ -9,27 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_policy import make_turn
 
 from forge_jax.agents.sources import TaskSource
 from forge_jax.rl.collect import Collector, Group, Taken
 from forge_jax.sched.pool import Pool
 from forge_jax.sched.window import WindowedFifo
-from forge_jax.types import Episode, Finish, Outcome, Status, Task, Turn
+from forge_jax.types import Episode, Outcome, Status, Task
 
 
 def group(number: int, task: Task, version: int = 0) -> Group:
-    turn = Turn(
-        prompt=np.array([number], np.int32),
-        output=np.array([1], np.int32),
-        logprobs=np.zeros(1, np.float32),
-        versions=np.array([version], np.int32),
-        temperature=1.0,
-        finish=Finish.STOP,
-        parent=None,
-        start=0.0,
-        seconds=0.0,
-        queue_seconds=0.0,
-    )
+    turn = make_turn([number], [1], [version])
     outcome = Outcome(status=Status.COMPLETED, reward=1.0)
     return (Episode(item=number, replica=0, task=task, outcome=outcome, turns=(turn,)),)
 

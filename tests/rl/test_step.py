@@ -9,33 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_policy import MODEL, packed, parameters
 from synthetic import accidents, agentic, make_sample
 
 from forge_jax.config import OptimConfig, PackConfig
 from forge_jax.models import transformer
-from forge_jax.models.config import ModelConfig
 from forge_jax.rl import step
 from forge_jax.rl.losses import cispo, negative_log_likelihood
 from forge_jax.rl.state import create
 from forge_jax.rl.step import StepConfig
-from forge_jax.sched.merge import MODES, merge
-from forge_jax.sched.pack import micro_batches, pad, split
+from forge_jax.sched.merge import MODES
+from forge_jax.sched.pack import micro_batches
 from forge_jax.types import PackedTree, Sample
 
-MODEL = ModelConfig(
-    vocab=23,
-    embed=16,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    ffn=24,
-    rope_theta=100.0,
-    tied=False,
-    max_context=256,
-    init_std=0.3,
-)
-TOKENS = 192  # of every micro-batch, so that little is compiled
 CFG = StepConfig(model=MODEL, ratio_cap=1.5)
 WORKLOADS = {
     "accidents": lambda seed: accidents(seed, MODEL.vocab, temperatures=(1.0, 0.75)),
@@ -44,16 +30,8 @@ WORKLOADS = {
 }
 
 
-def packed(samples: Sequence[Sample], mode: str, budget: int = TOKENS) -> list[PackedTree]:
-    return [pad(part, TOKENS, TOKENS, TOKENS) for part in split(merge(samples, mode), budget)]
-
-
 def precision(dtype: str) -> Any:
     return jax.enable_x64(True) if dtype == "float64" else nullcontext()
-
-
-def parameters(dtype: str) -> Any:
-    return transformer.init(MODEL, jax.random.key(1), jnp.dtype(dtype))
 
 
 def total_length(samples: Sequence[Sample]) -> int:
@@ -66,7 +44,7 @@ def computed(
     """Loss, log-probs at their places and every gradient, as numpy."""
     found = step.gather(parameters(cfg.dtype), trees, cfg)
     logp = step.scatter(found.logp, found.index, total_length(samples))
-    return jax.device_get({"loss": found.metrics.loss, "logp": logp, "grads": found.grads})
+    return jax.device_get({"loss": found.loss, "logp": logp, "grads": found.grads})
 
 
 @jax.jit
@@ -261,7 +239,6 @@ def test_metrics_are_means_over_occurrences() -> None:
     delta = updated.logp - old
     ratio = np.exp(delta)
     expected = {
-        "loss": updated.loss,
         "ratio_mean": ratio.mean(),
         "ratio_max": ratio.max(),
         "clip_share": (ratio > CFG.ratio_cap).mean(),

@@ -1,0 +1,53 @@
+"""A small policy, packed batches for it, and calls as an engine would have recorded them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from forge_jax.models import transformer
+from forge_jax.models.config import ModelConfig
+from forge_jax.sched.merge import merge
+from forge_jax.sched.pack import pad, split
+from forge_jax.types import Finish, PackedTree, Sample, Turn
+
+MODEL = ModelConfig(
+    vocab=23,
+    embed=16,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    ffn=24,
+    rope_theta=100.0,
+    tied=False,
+    max_context=256,
+    init_std=0.3,
+)
+TOKENS = 192  # of every micro-batch, so that little is compiled
+
+
+def parameters(dtype: str = "float32") -> Any:
+    return transformer.init(MODEL, jax.random.key(1), jnp.dtype(dtype))
+
+
+def packed(samples: Sequence[Sample], mode: str, budget: int = TOKENS) -> list[PackedTree]:
+    return [pad(part, TOKENS, TOKENS, TOKENS) for part in split(merge(samples, mode), budget)]
+
+
+def make_turn(prompt: Sequence[int], output: Sequence[int], versions: Sequence[int]) -> Turn:
+    """A call that ended by itself, its log-probs 0; `versions` is one number a sampled token."""
+    return Turn(
+        prompt=np.array(prompt, np.int32),
+        output=np.array(output, np.int32),
+        logprobs=np.zeros(len(output), np.float32),
+        versions=np.array(versions, np.int32),
+        temperature=1.0,
+        finish=Finish.STOP,
+        parent=None,
+        start=0.0,
+        seconds=0.0,
+        queue_seconds=0.0,
+    )
