@@ -96,7 +96,7 @@ def test_every_merge_gives_the_same_update(mode: str, runs: dict[str, dict[str, 
 
 def torch_update(exported: Path, workload: Path, dtype: str) -> tuple[float, dict[str, np.ndarray]]:
     """Loss, log-probs and gradients from transformers and autograd, a sample at a time."""
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch, the oracle, is not installed")
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=getattr(torch, dtype))
     w = dict(np.load(workload))
@@ -138,20 +138,30 @@ def command(*overrides: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_the_command_in_double_precision(folder: Path, runs: dict[str, dict[str, Any]]) -> None:
+@pytest.fixture(scope="module")
+def double(folder: Path, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Result and dump of the command, in double precision."""
     done = command(
         f"workload={folder / 'w.npz'}", f"model={folder / 'exported'}", f"ratio_cap={CAP}",
         "steps=1", "dtype=float64", f"dump={folder / 'double.npz'}",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
-    assert set(result) == KEYS
-    assert result["loss"] == pytest.approx(runs["tree"]["loss"], rel=1e-5)
-    dump = dict(np.load(folder / "double.npz"))
-    assert_same(dump, runs["tree"]["dump"], 1e-5)
+    return result | {"dump": dict(np.load(folder / "double.npz"))}
+
+
+def test_the_command_in_double_precision(
+    double: dict[str, Any], runs: dict[str, dict[str, Any]]
+) -> None:
+    assert set(double) == KEYS | {"dump"}
+    assert double["loss"] == pytest.approx(runs["tree"]["loss"], rel=1e-5)
+    assert_same(double["dump"], runs["tree"]["dump"], 1e-5)
+
+
+def test_transformers_agree_in_double_precision(folder: Path, double: dict[str, Any]) -> None:
     loss, arrays = torch_update(folder / "exported", folder / "w.npz", "float64")
-    assert result["loss"] == pytest.approx(loss, rel=1e-6)
-    assert_same(dump, arrays, 1e-6)
+    assert double["loss"] == pytest.approx(loss, rel=1e-6)
+    assert_same(double["dump"], arrays, 1e-6)
 
 
 MISTAKES = {
@@ -209,9 +219,13 @@ def test_the_command_refuses_unknown_keys(override: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("forget", [0, 12])
 def test_merges_agree_at_length(forget: int, tmp_path: Path) -> None:
-    samples = agentic(
-        0, 8192, rollouts=4, turns=8, system=256, observation=24, action=16, forget=forget
-    )
+    samples = [
+        # Of one sign, or the loss is a small rest of large terms, with few digits to compare.
+        dataclasses.replace(sample, advantage=np.abs(sample.advantage))
+        for sample in agentic(
+            0, 8192, rollouts=4, turns=8, system=256, observation=24, action=16, forget=forget
+        )
+    ]
     cfg = ReplayConfig(workload=str(save(tmp_path / "w.npz", samples)), model="bench-10m", steps=1)
     found = {}
     for mode in MODES:

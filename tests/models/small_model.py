@@ -1,5 +1,6 @@
 """A small model, and attention as these tests see it: dense, by a mask."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -24,6 +25,8 @@ SMALL = ModelConfig(
     max_context=64,
     init_std=0.3,
 )
+
+TIED = dataclasses.replace(SMALL, tied=True)
 
 
 def dense(sees: Any) -> Attend:
@@ -73,3 +76,13 @@ def weights(cfg: ModelConfig, seed: int = 0, dtype: Any = np.float32) -> Any:
 
 def draw_tokens(cfg: ModelConfig, *shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, cfg.vocab, shape, dtype=np.int32)
+
+
+def same(a: Any, b: Any) -> None:
+    """Equal bit for bit, dtypes included."""
+
+    def check(x: Any, y: Any) -> None:
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+    jax.tree.map(check, a, b)

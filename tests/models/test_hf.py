@@ -1,6 +1,5 @@
-"""Hugging Face folders: the same model as in `transformers`, moved bit for bit."""
+"""Hugging Face folders: the same model as in `transformers`, by its logits and gradients."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,19 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_model import SMALL, draw_tokens, forward, weights
+from small_model import SMALL, TIED, draw_tokens, forward, same, weights
 
 from forge_jax.models.chat import built_in
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.hf import export_folder, flat_names, import_folder
 from forge_jax.models.tokenizer import ByteTokenizer
-from forge_jax.models.transformer import unstack
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="torch, the oracle, is not installed")
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.disable_progress_bar()
 
-TIED = dataclasses.replace(SMALL, tied=True)
 LENGTH = 8
 
 
@@ -55,16 +52,6 @@ def oracle_logits(model: Any, tokens: np.ndarray) -> np.ndarray:
         return model(torch.as_tensor(tokens, dtype=torch.long)).logits.numpy()
 
 
-def same(a: Any, b: Any) -> None:
-    """Equal bit for bit, dtypes included."""
-
-    def check(x: Any, y: Any) -> None:
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
-
-    jax.tree.map(check, a, b)
-
-
 @pytest.mark.parametrize("cfg", [SMALL, TIED], ids=["untied", "tied"])
 @pytest.mark.parametrize("shard", ["5GB", "8KB"], ids=["one_file", "shards"])
 def test_a_model_of_transformers_gives_its_logits(
@@ -94,18 +81,6 @@ def test_logits_agree_in_double_precision(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cfg", [SMALL, TIED], ids=["untied", "tied"])
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16, np.float64])
-def test_export_then_import_is_the_identity(tmp_path: Path, cfg: ModelConfig, dtype: Any) -> None:
-    with jax.enable_x64(dtype == np.float64):
-        params = weights(cfg, dtype=dtype)
-        export_folder(tmp_path / "model", cfg, params)
-        again, back = import_folder(tmp_path / "model")
-        assert again == cfg
-        same(back, params)
-        same(flat_names(cfg, unstack(params, cfg)), flat_names(cfg, params))
-
-
-@pytest.mark.parametrize("cfg", [SMALL, TIED], ids=["untied", "tied"])
 def test_transformers_loads_an_export(tmp_path: Path, cfg: ModelConfig) -> None:
     params = weights(cfg)
     export_folder(tmp_path / "model", cfg, params, ByteTokenizer(), built_in("chatml"))
@@ -121,20 +96,6 @@ def test_transformers_loads_an_export(tmp_path: Path, cfg: ModelConfig) -> None:
     tokens = draw_tokens(cfg, 2, LENGTH)
     expected = oracle_logits(model.eval(), tokens)
     np.testing.assert_allclose(forward(params, tokens, cfg), expected, rtol=0, atol=1e-4)
-
-
-def test_transformers_loads_the_exported_tokenizer(tmp_path: Path) -> None:
-    cfg = dataclasses.replace(SMALL, vocab=264)
-    form = built_in("chatml")
-    export_folder(tmp_path / "model", cfg, weights(cfg), ByteTokenizer(), form)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
-    messages = [{"role": "user", "content": "naïve 🙂 "}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert text == form.render(messages)
-    ids = ByteTokenizer().encode(text)
-    assert tokenizer.encode(text, add_special_tokens=False) == ids
-    assert tokenizer.decode(ids) == text
-    assert tokenizer.eos_token_id == 258
 
 
 @pytest.mark.parametrize("cfg", [SMALL, TIED], ids=["untied", "tied"])
@@ -156,17 +117,6 @@ def test_gradients_have_the_names_of_transformers(tmp_path: Path, cfg: ModelConf
     for name, gradient in theirs.items():
         assert np.abs(gradient).max() > 1e-4, name
         np.testing.assert_allclose(ours[name], gradient, rtol=0, atol=1e-4, err_msg=name)
-
-
-def test_a_tied_model_may_store_its_output_matrix(tmp_path: Path) -> None:
-    safetensors_torch = pytest.importorskip("safetensors.torch")
-    oracle(TIED).save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = safetensors_torch.load_file(file)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    safetensors_torch.save_file(tensors, file)
-    _, params = import_folder(tmp_path)
-    assert "unembed" not in params
 
 
 def test_a_config_of_the_older_generation_is_read(tmp_path: Path) -> None:
