@@ -110,7 +110,7 @@ def replay(cfg: ReplayConfig) -> dict[str, Any]:
         bars.update(bar, advance=1)
     typical = statistics.median(seconds)
     return {
-        "loss": float(found.metrics.loss),
+        "loss": found.loss,
         "grad_norm": float(norm),
         **counts(samples, trees, step_cfg),
         "compile_seconds": max(0.0, warm - typical),

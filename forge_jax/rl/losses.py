@@ -47,7 +47,6 @@ def negative_log_likelihood(
 class Metrics:
     """Measures over the trained occurrences; those of micro-batches may be added."""
 
-    loss: jax.Array  # [], share of the step's loss
     ratio: Mean  # importance ratio, before the cap
     ratio_max: jax.Array  # [], largest of them
     clipped: Mean  # share of ratios above the cap
@@ -57,7 +56,6 @@ class Metrics:
 
     def __add__(self, other: "Metrics") -> "Metrics":
         return Metrics(
-            loss=self.loss + other.loss,
             ratio=self.ratio + other.ratio,
             ratio_max=jnp.maximum(self.ratio_max, other.ratio_max),
             clipped=self.clipped + other.clipped,
@@ -76,11 +74,10 @@ class Metrics:
             "entropy": self.entropy,
         }
         ratios = {name: float(m.total) / float(m.count) for name, m in means.items()}
-        return {"loss": float(self.loss), "ratio_max": float(self.ratio_max), **ratios}
+        return {"ratio_max": float(self.ratio_max), **ratios}
 
 
 def measure(
-    loss: Float[Array, ""],
     logp: Float[Array, " M"],
     old_logp: Float[Array, " M"],
     entropy: Float[Array, " M"],
@@ -94,7 +91,6 @@ def measure(
     delta = logp - old_logp
     ratio = jnp.exp(delta)
     return Metrics(
-        loss=loss,
         ratio=Mean.of(ratio, weight),
         ratio_max=jnp.max(ratio, where=weight > 0, initial=0.0),
         clipped=Mean.of((ratio > ratio_cap).astype(weight.dtype), weight),
