@@ -28,7 +28,7 @@ format: $(VENV)/test.stamp
 # setup.cfg when the dependencies changed. The virtual environment remembers
 # its Python: asking for another one makes it anew.
 $(VENV)/python.stamp: FORCE
-	@wanted="$$($(PYTHON) -c 'import sys; print(sys.version)')"; \
+	@wanted="$$($(PYTHON) -c 'import sys; print(sys.version)')" || exit 1; \
 	if [ "$$(cat $@ 2>/dev/null)" != "$$wanted" ]; then \
 		$(PYTHON) -c 'import sys; sys.exit("forge_jax needs Python 3.11 or newer, not " + sys.version.split()[0]) if sys.version_info < (3, 11) else None' && \
 		rm -rf $(VENV) && $(PYTHON) -m venv $(VENV) && printf '%s\n' "$$wanted" > $@; \
