@@ -10,7 +10,7 @@ from stand_in_server import completion, replies, stand_in
 
 from forge_jax.agents.families import FAMILIES, family_of
 from forge_jax.agents.protocol import ScriptedCall
-from forge_jax.agents.split import draw_from
+from forge_jax.agents.split import draw_from, held_out
 from forge_jax.agents.tasks import hop, notes
 from forge_jax.agents.white_box import ToolLoop, WindowLoop
 from forge_jax.models.chat import built_in
@@ -63,10 +63,10 @@ def test_a_perfect_script_wins_in_the_fewest_calls(seed: int) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_script_wins_about_as_often_as_it_is_meant_to(family: str) -> None:
+def test_the_script_wins_as_often_as_it_is_meant_to(family: str) -> None:
     noise = MODULES[family].NOISE
     won = [reward(*scripted(family, seed, noise)) for seed in range(1500)]
-    assert 0.55 < np.mean(won) < 0.67
+    assert 0.55 < np.mean(won) < 0.7
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -79,6 +79,16 @@ def test_play_repeats_and_is_one_sample_a_call(family: str) -> None:
             prompt = LOOKUP.render(call.messages, call.tools)
             assert text(call).startswith(prompt)
             assert text(call)[len(prompt) :].count("\n") == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_play_is_on_training_content(family: str) -> None:
+    for seed in range(100):
+        calls = MODULES[family].play(np.random.default_rng(seed), PERFECT[family])
+        answer = calls[-1].reply["content"].removeprefix("!")
+        keys = [m["content"] for m in calls[-1].messages if m["role"] == "tool"][:-1]
+        start = calls[0].messages[0]["content"].removeprefix("Q")
+        assert not held_out("".join([start, *keys, answer]) if family == "hop" else answer)
 
 
 @pytest.mark.parametrize("seed", range(20))
