@@ -2,16 +2,17 @@
 
 A Hydra config goes in; progress goes to stderr, and the last line of stdout is one
 JSON object: what `main` returns, unless it returns None, having printed its own. Exit
-status: 0 done, 2 the caller's mistake, 1 a fault.
+status: 0 done, 2 the caller's mistake, 1 a fault, 130 an interrupt (Ctrl-C).
 """
 
 import functools
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra.errors import HydraException
@@ -27,8 +28,14 @@ CONFIGS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 Main = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 
 
-def command(config_name: str) -> Callable[[Main], Callable[[], None]]:
-    """Decorates ``main(mapping) -> JSON-able mapping`` into a Hydra entry point."""
+def command(
+    config_name: str, plain: tuple[str, ...] = ("model",)
+) -> Callable[[Main], Callable[[], None]]:
+    """Decorates ``main(mapping) -> JSON-able mapping`` into a Hydra entry point.
+
+    Keys of `plain` take any value. Hydra would read `model=X` as a choice among the files
+    of `configs/model/`, but a model may be any folder.
+    """
 
     def decorate(main: Main) -> Callable[[], None]:
         @hydra.main(version_base="1.3", config_path=CONFIGS, config_name=config_name)
@@ -46,7 +53,7 @@ def command(config_name: str) -> Callable[[Main], Callable[[], None]]:
         def run() -> None:
             # Hydra then raises instead of printing a trace and exiting with 1 itself.
             os.environ["HYDRA_FULL_ERROR"] = "1"
-            sys.argv[1:] = map(_wrapped, sys.argv[1:])
+            sys.argv[1:] = [_wrapped(argument, plain) for argument in sys.argv[1:]]
             with complaining():
                 entry()
 
@@ -56,26 +63,39 @@ def command(config_name: str) -> Callable[[Main], Callable[[], None]]:
 
 
 @contextmanager
-def complaining() -> Iterator[None]:
-    """Ends the process with status 2 and one line on the caller's mistake.
+def complaining(then: str = "") -> Iterator[None]:
+    """Ends the process on what goes wrong inside: status 2 and one line on the caller's
+    mistake, 1 and a trace on a fault, 130 on an interrupt; the last two lead to `then`.
 
     Also inside the job, where Hydra would add lines of its own.
     """
     try:
         yield
+    except KeyboardInterrupt:
+        _end(130, "interrupted", then)
     except Exception as error:
         mistake = _mistake(error)
-        if mistake is None:
-            raise
-        lines = [line.strip() for line in str(mistake).splitlines() if line.strip()]
-        print(f"error: {'; '.join(lines)}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        if mistake is not None:
+            lines = [line.strip() for line in str(mistake).splitlines() if line.strip()]
+            _end(2, f"error: {'; '.join(lines)}")
+        traceback.print_exception(error)
+        cause = _first(error)
+        _end(1, f"fault: {type(cause).__name__}: {cause}", then)
 
 
-def _wrapped(argument: str) -> str:
-    """`model=X` as a value. Hydra would take it for a choice among the files of
-    `configs/model/`, but a model may be any folder."""
-    return f"++plain.{argument}" if argument.startswith("model=") else argument
+def _end(status: int, *lines: str) -> NoReturn:
+    print("\n".join(filter(None, lines)), file=sys.stderr, flush=True)
+    sys.exit(status)
+
+
+def _first(error: BaseException) -> BaseException:
+    """The first error that is not a group of errors."""
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+def _wrapped(argument: str, plain: tuple[str, ...]) -> str:
+    """An override of a plain key out of the reach of Hydra's groups."""
+    return f"++plain.{argument}" if argument.partition("=")[0] in plain else argument
 
 
 def _unwrapped(cfg: DictConfig) -> DictConfig:

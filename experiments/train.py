@@ -13,13 +13,15 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.command import command
+from experiments.command import command, complaining
 from experiments.models import resolve
 from forge_jax.config import TrainConfig, UserError, load
+from forge_jax.rl.report import write_whole
 from forge_jax.rl.run import train
 
-# What a run is: a checkpoint of one does not continue another.
-FIXED = ("model", "task", "seed")
+# What a run is: a checkpoint of one does not continue another, and its two evaluations are
+# of the same episodes.
+FIXED = ("model", "task", "seed", "eval")
 
 
 @command("train")
@@ -28,9 +30,14 @@ def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
     if mapping["resume"] is not None:
         mapping = continued(Path(mapping["resume"]), list(HydraConfig.get().overrides.task))
     cfg = load(TrainConfig, mapping)
+    if cfg.resume is None and (folder / "config.yaml").exists():
+        raise UserError(f"hydra.run.dir={folder} holds a run already: resume={folder}")
+    if cfg.resume is not None and Path(cfg.resume).resolve() != folder.resolve():
+        raise UserError(f"resume={cfg.resume} goes on in its own folder, not in {folder}")
     model = resolve(cfg.model, cfg.seed)
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(mapping)))
-    return train(cfg, model, folder, mapping)
+    write_whole(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(mapping)))
+    with complaining(f"to go on: python -m experiments.train resume={folder}"):
+        return train(cfg, model, folder, mapping)
 
 
 def continued(run: Path, overrides: list[str]) -> dict[str, Any]:
@@ -43,7 +50,7 @@ def continued(run: Path, overrides: list[str]) -> dict[str, Any]:
         raise UserError(f"resume={run}: no config.yaml there")
     for override in (o.removeprefix("++plain.") for o in overrides):
         key = override.split("=")[0]
-        if key in FIXED or not key[0].isalpha():
+        if key.split(".")[0] in FIXED or not key[0].isalpha():
             raise UserError(f"{override}: a resumed run keeps its {', '.join(FIXED)} and its keys")
     merged = OmegaConf.merge(OmegaConf.load(saved), OmegaConf.from_dotlist(overrides))
     assert isinstance(merged, DictConfig)

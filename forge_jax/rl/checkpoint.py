@@ -28,13 +28,18 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, state: TrainState, host: dict[str, Any]) -> None:
-        """Writes state and cursors as one object; returns when it is on disk."""
-        self._manager.save(
+        """Writes state and cursors as one object; returns when it is on disk.
+
+        Raises ValueError if there is a checkpoint of `step` or a later one.
+        """
+        written = self._manager.save(
             step,
             args=ocp.args.Composite(
                 state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(host)
             ),
         )
+        if not written:
+            raise ValueError(f"checkpoint {step=} is not after {self.latest()}")
 
     def restore(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """The checkpoint of `step`, with the shapes and shardings of `like`.
@@ -48,7 +53,9 @@ class Checkpoints:
                     state=ocp.args.StandardRestore(like), host=ocp.args.JsonRestore()
                 ),
             )
-        except Exception as error:  # orbax raises many kinds; all mean this checkpoint is unusable
+        # What orbax raises on files that are missing, damaged or of other arrays. A fault of
+        # the device is none of these.
+        except (ValueError, KeyError, OSError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UserError(
                 f"checkpoint {self.folder / str(step)} cannot be read: {reason}"

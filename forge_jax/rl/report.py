@@ -24,6 +24,13 @@ from forge_jax.config import LogConfig, UserError
 METRICS = "metrics.jsonl"
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Writes beside and renames: whenever a kill comes, the old text is there or the new one."""
+    beside = path.with_name(path.name + ".tmp")
+    beside.write_text(text)
+    beside.replace(path)
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a JSON-lines file; a last line cut short by a kill is dropped."""
     if not path.exists():
@@ -59,9 +66,7 @@ class Reporter:
         """Rows after `last_step`, the step of the checkpoint continued from, are cut."""
         self.path = folder / METRICS
         self.rows = [row for row in read_rows(self.path) if row["step"] <= last_step]
-        rewritten = self.path.with_suffix(".tmp")
-        rewritten.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
-        rewritten.replace(self.path)
+        write_whole(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
         self._file = self.path.open("a")
         self._wandb = start_wandb(folder, cfg, config) if cfg.wandb != "disabled" else None
 

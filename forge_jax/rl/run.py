@@ -28,9 +28,10 @@ from forge_jax.rl.loop import Step, reinforce
 from forge_jax.rl.measure import Totals, mean
 from forge_jax.rl.play import Player
 from forge_jax.rl.plots import draw_curves, draw_forest
-from forge_jax.rl.report import Reporter, progress
+from forge_jax.rl.report import Reporter, progress, write_whole
 from forge_jax.rl.serving import Serving, serving
 from forge_jax.rl.start import Start, beginning, step_config
+from forge_jax.rl.state import TrainState
 from forge_jax.sched.pool import Pool
 from forge_jax.sched.window import WindowedFifo
 
@@ -45,7 +46,7 @@ class Run:
     checkpoints: Checkpoints
     reporter: Reporter
     bars: Progress
-    device: Executor  # one thread: the engine and the trainer take turns on it
+    device: Executor  # one thread: from here on the engine and the trainer take turns on it
     began: float  # time.monotonic() at the start of this session
 
 
@@ -54,8 +55,9 @@ def train(
 ) -> dict[str, Any]:
     """Runs `cfg` in `folder`, from its newest checkpoint if there is one; the summary.
 
-    Raises UserError where the folder holds a run that was not asked to be resumed, the
-    model cannot hold the context asked for, or the warm start stays below its gate.
+    Consumes the weights of `model`; `config` is what is reported to wandb. Raises UserError
+    where the model cannot hold the context asked for, there are fewer devices than the mesh
+    wants, a checkpoint cannot be read, or the warm start stays below its gate.
     """
     began = time.monotonic()
     if cfg.rollout.context > model.cfg.max_context:
@@ -64,12 +66,13 @@ def train(
     with (
         closing(Checkpoints(folder / "checkpoints")) as checkpoints,
         progress(Console(stderr=True)) as bars,
-        ThreadPoolExecutor(1, "device") as device,
     ):
-        if cfg.resume is None and checkpoints.latest() is not None:
-            raise UserError(f"hydra.run.dir={folder} holds a run already: resume={folder}")
-        start = device.submit(beginning, cfg, model, folder, checkpoints, bars).result()
-        with closing(Reporter(folder, cfg.log, config, start.step)) as reporter:
+        # On this thread, where an interrupt ends it at once; the device thread comes after.
+        start = beginning(cfg, model, folder, checkpoints, bars)
+        with (
+            closing(Reporter(folder, cfg.log, config, start.step)) as reporter,
+            ThreadPoolExecutor(1, "device") as device,
+        ):
             run = Run(
                 cfg=cfg,
                 model=model,
@@ -83,33 +86,21 @@ def train(
             summary = asyncio.run(play(run, start))
             reporter.summarise(summary)
             draw_curves(folder / "curves.png", reporter.rows, summary)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    write_whole(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
 
 
 async def play(run: Run, start: Start) -> dict[str, Any]:
     """Everything that needs agents: evaluation, reinforcement learning, evaluation."""
-    cfg = run.cfg
     params = start.state.params  # the engine's copy is taken before the first update
-    async with serving(run.model, params, start.step, cfg.rollout, run.device) as up:
-        totals = start.totals
-        if totals.eval_before is None:
-            before = await evaluation(run, up, "evaluation before")
-            totals = dataclasses.replace(totals, eval_before=before.success)
-        if totals.eval_before is not None and totals.eval_before < cfg.warm.gate:
-            raise UserError(
-                f"the policy solves {totals.eval_before:.2f} of {cfg.task}, below "
-                f"warm.gate={cfg.warm.gate}: RL would start from chance; raise warm.steps"
-            )
+    async with serving(run.model, params, start.step, run.cfg.rollout, run.device) as up:
         collector = new_collector(run, up)
-        if start.cursors is not None:
-            collector.restore(start.cursors, start.step)
-        keeper = Keeper(run, start, totals)
+        keeper = await opened(run, up, start, collector)
         await reinforce(
             start.state,
             first=start.step + 1,
-            cfg=cfg,
-            step_cfg=step_config(cfg, run.model, warm=False),
+            cfg=run.cfg,
+            step_cfg=step_config(run.cfg, run.model, warm=False),
             collector=collector,
             engine=up.engine,
             device=run.device,
@@ -119,15 +110,38 @@ async def play(run: Run, start: Start) -> dict[str, Any]:
     return summary_of(run, keeper, after)
 
 
+async def opened(run: Run, up: Serving, start: Start, collector: Collector) -> "Keeper":
+    """The queue taken up where a checkpoint left it, or a fresh policy led through the gate.
+
+    The fresh one is kept as checkpoint 0, so that a run killed before its next one neither
+    evaluates again nor meets groups in its pool that it does not know. Raises UserError
+    where the policy stays below the gate.
+    """
+    if start.cursors is not None:
+        collector.restore(start.cursors, start.step)
+        return Keeper(run, start.step, start.totals)
+    success = (await evaluation(run, up, "evaluation before")).success
+    if success < run.cfg.warm.gate:
+        raise UserError(
+            f"the policy solves {success:.2f} of {run.cfg.task}, below "
+            f"warm.gate={run.cfg.warm.gate}: RL would start from chance; raise warm.steps"
+        )
+    keeper = Keeper(run, 0, dataclasses.replace(start.totals, eval_before=success))
+    loop = asyncio.get_running_loop()
+    await loop.run_in_executor(run.device, keeper.save, 0, start.state, collector.state())
+    return keeper
+
+
 class Keeper:
     """Keeps what each step leaves behind: a row, running totals, checkpoints, pictures."""
 
-    def __init__(self, run: Run, start: Start, totals: Totals):
+    def __init__(self, run: Run, step: int, totals: Totals):
+        """`totals` are those after `step` updates."""
         self._run = run
         self._earlier = totals.seconds  # of sessions before this one
         self.totals = totals
         self._bar = run.bars.add_task(
-            f"{run.cfg.task} RL", total=run.cfg.steps, completed=start.step, shown=""
+            f"{run.cfg.task} RL", total=run.cfg.steps, completed=step, shown=""
         )
 
     def seconds(self) -> float:
@@ -137,17 +151,22 @@ class Keeper:
     def keep(self, step: Step) -> None:
         """Called on the device thread after every update."""
         run, number = self._run, step.row["step"]
-        self.totals = dataclasses.replace(self.totals.add(step.row), seconds=self.seconds())
+        self.totals = self.totals.add(step.row)
         run.reporter.add(step.row)
         run.bars.update(self._bar, completed=number, shown=shown(step.row))
         if number % run.cfg.checkpoint_every == 0 or number == run.cfg.steps:
-            host = {"totals": dataclasses.asdict(self.totals), "cursors": step.cursors}
-            run.checkpoints.save(number, step.state, host)
+            self.save(number, step.state, step.cursors)
             so_far = {"eval_before": self.totals.eval_before}
             draw_curves(run.folder / "curves.png", run.reporter.rows, so_far)
             if step.batch.trees:
                 show = run.model.chat.tokenizer.decode
                 draw_forest(run.folder / "forest.png", step.batch.trees[0], lambda i: show([i]))
+
+    def save(self, step: int, state: TrainState, cursors: Mapping[str, Any]) -> None:
+        """Writes a checkpoint; `cursors` are the collector's, taken together with `state`."""
+        self.totals = dataclasses.replace(self.totals, seconds=self.seconds())
+        host = {"totals": dataclasses.asdict(self.totals), "cursors": cursors}
+        self._run.checkpoints.save(step, state, host)
 
 
 def shown(row: Mapping[str, Any]) -> str:
@@ -208,13 +227,13 @@ def new_collector(run: Run, up: Serving) -> Collector:
 def summary_of(run: Run, keeper: Keeper, after: Evaluation) -> dict[str, Any]:
     """The contents of summary.json."""
     cfg, totals = run.cfg, keeper.totals
-    rewards = [row["reward"] for row in run.reporter.rows if row["reward"] is not None]
+    rewards = [row["reward"] for row in run.reporter.rows]  # None where no episode was valid
     tenth = max(1, len(rewards) // 10)
     window = WindowedFifo(in_flight=cfg.sched.in_flight, window=cfg.sched.window)
     return {
         "steps": cfg.steps,
-        "reward_first": mean(rewards[:tenth]),
-        "reward_last": mean(rewards[-tenth:]),
+        "reward_first": mean([r for r in rewards[:tenth] if r is not None]),
+        "reward_last": mean([r for r in rewards[-tenth:] if r is not None]),
         "eval_before": totals.eval_before,
         "eval_after": after.success,
         "eval_after_ci": after.success_ci,

@@ -5,21 +5,25 @@ Runs are tiny (a few updates of two groups), synchronous where they are compared
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from experiments.train import continued
+from forge_jax.config import UserError
 from forge_jax.sched.pool import Pool
 
 TINY = (
     "steps=5",
-    "warm.steps=20",
-    "warm.batch=16",
+    "warm.steps=80",
+    "warm.batch=32",
     "warm.gate=0",
     "eval.episodes=8",
     "sched.group=4",
@@ -48,9 +52,13 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-def start(environment: dict[str, str], *overrides: str) -> subprocess.Popen[str]:
+def start(
+    environment: dict[str, str],
+    *overrides: str,
+    python: Sequence[str] = ("-m", "experiments.train"),
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "experiments.train", *overrides],
+        [sys.executable, *python, *overrides],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -70,11 +78,15 @@ def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
-def kill_after(run: subprocess.Popen[str], folder: Path, step: int, delay: float) -> None:
-    """SIGKILL `delay` seconds after the row of `step` was written."""
-    while len(rows(folder)) < step:
+def wait_for(run: subprocess.Popen[str], event: Callable[[], bool]) -> None:
+    while not event():
         assert run.poll() is None, run.communicate()[1]
         time.sleep(0.02)
+
+
+def kill_after(run: subprocess.Popen[str], folder: Path, step: int, delay: float) -> None:
+    """SIGKILL `delay` seconds after the row of `step` was written."""
+    wait_for(run, lambda: len(rows(folder)) >= step)
     time.sleep(delay)
     run.send_signal(signal.SIGKILL)
     run.communicate()
@@ -170,11 +182,65 @@ def test_a_mistake_is_one_line_and_status_2(
     assert message in err
 
 
-def test_a_run_folder_is_not_overwritten(calm: Path, environment: dict[str, str]) -> None:
-    run = start(environment, *SYNCHRONOUS, f"hydra.run.dir={calm}")
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_keeps_to_its_own_folder(
+    tmp_path: Path, calm: Path, environment: dict[str, str], resume: bool
+) -> None:
+    before = (calm / "config.yaml").read_bytes()
+    elsewhere = (f"resume={calm}", f"hydra.run.dir={tmp_path}/run")
+    run = start(environment, *(elsewhere if resume else ("seed=7", f"hydra.run.dir={calm}")))
     _, err = run.communicate(timeout=120)
     assert run.returncode == 2
     assert f"resume={calm}" in err
+    assert (calm / "config.yaml").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "override", ["seed=1", "task=notes", "++plain.model=micro", "eval.episodes=9", "+experiment=x"]
+)
+def test_a_resume_does_not_become_another_run(calm: Path, override: str) -> None:
+    assert continued(calm, [f"resume={calm}", "steps=9"])["steps"] == 9
+    with pytest.raises(UserError, match=re.escape(override.removeprefix("++plain."))):
+        continued(calm, [f"resume={calm}", override])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["warm start", "RL"])
+def test_an_interrupt_says_how_to_go_on(
+    tmp_path: Path, environment: dict[str, str], phase: str
+) -> None:
+    folder = tmp_path / "run"
+    endless = ("steps=1000",) if phase == "RL" else ("warm.steps=1000000",)
+    run = start(environment, *TINY, *endless, f"hydra.run.dir={folder}")
+    wait_for(run, lambda: bool(rows(folder)) if phase == "RL" else (folder / "warm").exists())
+    run.send_signal(signal.SIGINT)
+    out, err = run.communicate(timeout=120)
+    assert (run.returncode, out) == (130, "")
+    assert err.endswith(f"interrupted\nto go on: python -m experiments.train resume={folder}\n")
+
+
+BREAKING = """
+from forge_jax.rl import warm
+from experiments.train import main
+
+def update(*_):
+    raise RuntimeError("the device is gone")
+
+warm.update = update
+main()
+"""
+
+
+def test_a_fault_is_a_trace_and_status_1(tmp_path: Path, environment: dict[str, str]) -> None:
+    folder = tmp_path / "run"
+    run = start(environment, *TINY, f"hydra.run.dir={folder}", python=("-c", BREAKING))
+    out, err = run.communicate(timeout=120)
+    assert (run.returncode, out) == (1, "")
+    assert "Traceback" in err
+    assert err.splitlines()[-2:] == [
+        "fault: RuntimeError: the device is gone",
+        f"to go on: python -m experiments.train resume={folder}",
+    ]
 
 
 def test_the_gate_keeps_rl_from_starting_at_chance(

@@ -7,18 +7,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
 from forge_jax.config import OptimConfig, UserError
 from forge_jax.rl.checkpoint import Checkpoints
 from forge_jax.rl.state import TrainState, create
 from forge_jax.rl.step import apply
+from forge_jax.sharding import make_mesh
+
+OPTIM = OptimConfig()
 
 
 def state(seed: int = 0) -> TrainState:
     key = jax.random.key(seed)
     params = {"w": jax.random.normal(key, (3, 2)), "layers": {"b": jnp.arange(4.0)}}
     grads = jax.tree.map(jnp.ones_like, params)
-    stepped, _ = apply(create(params, OptimConfig()), grads, OptimConfig())
+    stepped, _ = apply(create(params, OPTIM), grads, OPTIM)
     return stepped
 
 
@@ -34,6 +38,29 @@ def test_state_and_cursors_come_back_exactly(tmp_path: Path) -> None:
     again.close()
     assert read == host
     jax.tree.map(np.testing.assert_array_equal, found, saved)
+
+
+def test_a_checkpoint_comes_back_on_another_mesh(tmp_path: Path) -> None:
+    saved, like = state(), state(seed=1)
+    cut = NamedSharding(make_mesh(fsdp=2), jax.P("fsdp"))
+    like = create({**like.params, "layers": jax.device_put(like.params["layers"], cut)}, OPTIM)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, saved, {})
+    found, _ = checkpoints.restore(1, like)
+    checkpoints.close()
+    jax.tree.map(np.testing.assert_array_equal, found, saved)
+    assert [x.sharding for x in jax.tree.leaves(found)] == [
+        x.sharding for x in jax.tree.leaves(like)
+    ]
+
+
+def test_a_step_that_is_not_the_newest_is_not_dropped_silently(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(3, state(), {})
+    for step in (2, 3):
+        with pytest.raises(ValueError, match=f"step={step} is not after 3"):
+            checkpoints.save(step, state(), {})
+    checkpoints.close()
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
@@ -64,7 +91,7 @@ def test_a_corrupt_checkpoint_is_named(tmp_path: Path) -> None:
 def test_a_checkpoint_of_other_shapes_is_refused(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, state(), {})
-    other = create({"w": jnp.zeros((5, 2)), "layers": {"b": jnp.arange(4.0)}}, OptimConfig())
+    other = create({"w": jnp.zeros((5, 2)), "layers": {"b": jnp.arange(4.0)}}, OPTIM)
     with pytest.raises(UserError, match="cannot be read"):
         checkpoints.restore(1, other)
     checkpoints.close()

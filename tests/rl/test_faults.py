@@ -11,20 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from openai import AsyncOpenAI
+from small_run import config
 
 from experiments.models import resolve
 from forge_jax.agents import families
 from forge_jax.agents.faults import EnvironmentFault
 from forge_jax.agents.protocol import ScriptedCall
 from forge_jax.agents.tasks import hop
-from forge_jax.config import (
-    EvalConfig,
-    PackConfig,
-    RolloutConfig,
-    SchedConfig,
-    TrainConfig,
-    WarmConfig,
-)
 from forge_jax.rl.report import read_rows
 from forge_jax.rl.run import train
 from forge_jax.rollout.runner import Runner
@@ -56,20 +49,6 @@ class Flaky:
                 case 2:
                     raise EnvironmentFault("reset: no such world")
         return await hop.agent().run(task, client, model)
-
-
-def config(**sched: Any) -> TrainConfig:
-    sizes = {"group": 5, "batch": 2, "in_flight": 4, "window": 2, "episode_seconds": 5.0}
-    return TrainConfig(
-        model="quick",
-        task="hop",
-        steps=3,
-        warm=WarmConfig(steps=10, batch=16, gate=0.0),
-        rollout=RolloutConfig(slots=16, context=64, prefill_rows=4, decode_steps=4),
-        sched=SchedConfig(**(sizes | sched)),
-        pack=PackConfig(bucket_ratio=2.0),
-        eval=EvalConfig(episodes=4, concurrency=4),
-    )
 
 
 def test_a_run_survives_its_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

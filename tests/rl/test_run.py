@@ -1,0 +1,87 @@
+"""A run that a fault ends goes on later as if there had been none.
+
+Whole synchronous runs, in process, whose trainer or engine breaks after the first update and
+before the first checkpoint that follows it.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_run import config
+
+from experiments.models import resolve
+from forge_jax.config import TrainConfig
+from forge_jax.rl import loop, run
+from forge_jax.rl.evaluate import Evaluation
+from forge_jax.rl.report import read_rows
+from forge_jax.rollout.runner import Runner
+from forge_jax.sched.pool import Pool
+
+CFG = config(warm=60, synchronous=True, in_flight=2, window=0, episode_seconds=60.0)
+
+
+def played(cfg: TrainConfig, folder: Path) -> dict[str, Any]:
+    """The summary of a run, without what may differ between two runs of one history."""
+    summary = run.train(cfg, resolve("quick"), folder, {})
+    assert json.loads((folder / "summary.json").read_text()) == json.loads(json.dumps(summary))
+    return {k: v for k, v in summary.items() if k not in ("seconds", "run_dir")}
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    rows = read_rows(folder / "metrics.jsonl")
+    return [{k: v for k, v in r.items() if not k.startswith("seconds")} for r in rows]
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Summary and rows of a run without a fault."""
+    folder = tmp_path_factory.mktemp("calm")
+    summary = played(CFG, folder)
+    assert any(row["stepped"] for row in history(folder))
+    return summary, history(folder)
+
+
+def break_after_an_update(part: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first row of metrics on, the trainer or the engine raises."""
+    owner, name = {"trainer": (loop, "update"), "engine": (Runner, "_decode")}[part]
+    real = getattr(owner, name)
+
+    def broken(*args: Any) -> Any:
+        if (folder / "metrics.jsonl").stat().st_size:
+            raise RuntimeError(f"the {part} broke")
+        return real(*args)
+
+    monkeypatch.setattr(owner, name, broken)
+
+
+@pytest.mark.parametrize("part", ["trainer", "engine"])
+def test_a_run_goes_on_from_before_its_first_checkpoint(
+    part: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    calm: tuple[dict[str, Any], list[dict[str, Any]]],
+) -> None:
+    with monkeypatch.context() as patch:
+        break_after_an_update(part, tmp_path, patch)
+        with pytest.raises(ExceptionGroup) as caught:
+            run.train(CFG, resolve("quick"), tmp_path, {})
+    assert caught.group_contains(RuntimeError, match=f"the {part} broke")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["0"]
+    pool = Pool.open(str(tmp_path / "pool"))
+    for number in pool.items():
+        assert all(e.outcome.valid for e in pool.get(number)), "the fault became an outcome"
+
+    evaluations: list[str] = []
+    real = run.evaluation
+
+    async def counted(this: run.Run, up: Any, title: str) -> Evaluation:
+        evaluations.append(title)
+        return await real(this, up, title)
+
+    monkeypatch.setattr(run, "evaluation", counted)
+    again = dataclasses.replace(CFG, resume=str(tmp_path))
+    assert (played(again, tmp_path), history(tmp_path)) == calm
+    assert evaluations == ["evaluation after"]
