@@ -53,9 +53,9 @@ def _check(q: Array, k: Array, v: Array, plan: TilePlan) -> None:
         raise ValueError(f"q{q.shape}, k{k.shape} and v{v.shape} do not belong together")
     if h % kv:
         raise ValueError(f"{h} query heads are no multiple of {kv} key heads")
-    for name, tokens, ids in (("q", t, plan.q_id), ("k", s, plan.k_id)):
-        if ids.shape[0] != padded_length(tokens, plan.tile):
-            raise ValueError(f"{name} has {tokens} tokens, the plan {ids.shape[0]}")
+    planned = plan.q_id.shape[0], plan.k_id.shape[0] - plan.tile
+    if planned != (padded_length(t, plan.tile), padded_length(s, plan.tile)):
+        raise ValueError(f"q{q.shape}, k{k.shape} for a plan of {planned} (padded) tokens")
     for x in (q, k, v):
         if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64):
             raise NotImplementedError(f"attention over dtype {x.dtype}")

@@ -1,12 +1,30 @@
-"""Prefix-tree attention as one XLA loop over the live tiles."""
+"""Prefix-tree attention as XLA loops over the live tiles of a plan.
 
+Queries, keys, values and a `TilePlan` flow in; outputs and log-sum-exps flow out, and
+gradients back. Nothing of size [T, S] exists, and what a query does not see cannot reach
+it: not even a NaN.
+
+A step is one query tile against several key tiles: all query heads of a key head share the
+keys and the mask, so that each key head is one product of [G * tile, D] by [D, keys]. XLA
+splits a product over the cores of a CPU only if it is large; that is why steps are wide.
+Online softmax after Milakov and Gimelshein (arXiv 1805.02867) and Dao et al. (2205.14135):
+with ``p = exp(s - lse)`` and ``delta = Σ do o - dlse``, the backward pass is ``dv = pᵀ do``,
+``ds = p (do vᵀ - delta)``, ``dq = ds k``, ``dk = dsᵀ q``.
+"""
+
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
-from forge_jax.attention.plan import SKIP, TilePlan, padded_length
+from forge_jax.attention.plan import TilePlan, padded_length
+
+# Full precision also where a device would rather round float32 factors.
+einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 def scan_attention(
@@ -26,98 +44,147 @@ def _attend(q, k, v, plan, scale):
     return _forward(q, k, v, plan, scale)[0]
 
 
-def _tiles(x, heads, tile):
-    """[T, H, D] to [T/tile, K, G*tile, D]."""
-    t, h, d = x.shape
-    n = padded_length(t, tile) // tile
-    x = jnp.pad(x, ((0, n * tile - t), (0, 0), (0, 0)))
-    return (
-        x.reshape(n, tile, heads, h // heads, d)
-        .transpose(0, 2, 3, 1, 4)
-        .reshape(n, heads, (h // heads) * tile, d)
-    )
-
-
-def _untile(x, tokens, heads, tile):
-    n, kv, _, d = x.shape
-    x = x.reshape(n, kv, heads // kv, tile, d).transpose(0, 3, 1, 2, 4)
-    return x.reshape(n * tile, heads, d)[:tokens]
-
-
-def _sees(plan, i, group):
-    q_id = plan.q_id.reshape(-1, plan.tile)[plan.row[i]]
-    k_id = plan.k_id.reshape(-1, plan.tile)[plan.column[i]]
-    k_exit = plan.k_exit.reshape(-1, plan.tile)[plan.column[i]]
-    sees = (k_id[None, :] <= q_id[:, None]) & (q_id[:, None] < k_exit[None, :])
-    return jnp.tile(sees & (plan.kind[i] != SKIP), (group, 1))[None]
-
-
 def _forward(q, k, v, plan, scale):
-    heads, kv = q.shape[1], k.shape[1]
+    (tokens, heads, _), kv = q.shape, k.shape[1]
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    qt = _tiles(q.astype(wide) * scale, kv, plan.tile)
-    kt, vt = (_tiles(x.astype(wide), kv, plan.tile) for x in (k, v))
-    low = jnp.finfo(wide).min
+    low = float(jnp.finfo(wide).min)
+    queries = _query_tiles(q.astype(wide) * scale, kv, plan.tile)
+    # A value that is not finite moves into the scores of its key, where the mask stops it.
+    keys = _by_head((k + _taint(v)[:, None, None]).astype(wide), plan)
+    values = _by_head(_finite(v).astype(wide), plan)
+    q_id, k_ids = _query_ids(plan, heads // kv), jnp.stack([plan.k_id, plan.k_exit])
 
-    def visit(i, carry):
+    def step(width, masked, n, carry):
         acc, top, total = carry
-        r, c = plan.row[i], plan.column[i]
-        s = jnp.einsum("kqd,ksd->kqs", qt[r], kt[c])
-        sees = _sees(plan, i, heads // kv)
-        s = jnp.where(sees, s, low)
-        new = jnp.maximum(top[r], s.max(-1))
-        p = jnp.where(sees, jnp.exp(s - new[..., None]), 0.0)
-        keep = jnp.exp(top[r] - new)
-        return (
-            acc.at[r].set(acc[r] * keep[..., None] + jnp.einsum("kqs,ksd->kqd", p, vt[c])),
-            top.at[r].set(new),
-            total.at[r].set(total[r] * keep + p.sum(-1)),
-        )
+        row, at = _step(plan, width, n)
+        s = einsum("kqd,ksd->kqs", _read(queries, row), _take(keys, at))
+        if masked:
+            sees = _sees(_read(q_id, row)[:, None], *_take(k_ids, at)[:, None, :])
+            s = jnp.where(sees[None], s, low)
+        old = _read(top, row)
+        new = jnp.maximum(old, jnp.max(s, axis=-1))
+        p, keep = jnp.exp(s - new[..., None]), jnp.exp(old - new)
+        out = _read(acc, row) * keep[..., None] + einsum("kqs,ksd->kqd", p, _take(values, at))
+        weight = _read(total, row) * keep + jnp.sum(p, axis=-1)
+        return _write(acc, out, row), _write(top, new, row), _write(total, weight, row)
 
-    rows = qt.shape[:-1]
-    init = jnp.zeros_like(qt), jnp.full(rows, low, wide), jnp.zeros(rows, wide)
-    acc, top, total = jax.lax.fori_loop(0, plan.row.shape[0], visit, init)
-    seen = total > 0
-    safe = jnp.where(seen, total, 1.0)
-    o = _untile(acc / safe[..., None], q.shape[0], heads, plan.tile).astype(q.dtype)
+    # `top` starts between `low` and any score, so that a key nobody sees weighs exactly 0.
+    none = jnp.zeros(queries.shape[:-1], wide)
+    acc, top, total = _loop(plan, step, (jnp.zeros_like(queries), none + low / 2, none))
+    seen = total != 0
+    safe = jnp.where(seen, total, 1)
     lse = jnp.where(seen, top + jnp.log(safe), -jnp.inf)
-    lse = _untile(lse[..., None], q.shape[0], heads, plan.tile)[..., 0].T
+    o = _tokens(acc / safe[..., None], tokens, heads, plan.tile).astype(q.dtype)
+    lse = _tokens(lse[..., None], tokens, heads, plan.tile)[..., 0].T
     return (o, lse), (q, k, v, plan, o, lse)
 
 
 def _backward(scale, saved, cotangent):
     q, k, v, plan, o, lse = saved
     do, dlse = cotangent
-    heads, kv = q.shape[1], k.shape[1]
-    wide = lse.dtype
-    tiles = partial(_tiles, heads=kv, tile=plan.tile)
-    qt, dot = tiles(q.astype(wide) * scale), tiles(do.astype(wide))
-    kt, vt = tiles(k.astype(wide)), tiles(v.astype(wide))
-    seen = jnp.isfinite(lse)
-    lset = tiles(jnp.where(seen, lse, 0.0).T[..., None])
-    delta = (do.astype(wide) * o.astype(wide)).sum(-1) - jnp.where(seen, dlse, 0.0).T
-    deltat = tiles(delta[..., None])
+    (tokens, heads, _), (n_keys, kv, _) = q.shape, k.shape
+    wide, seen = lse.dtype, ~jnp.isneginf(lse.T)
+    delta = jnp.sum(do.astype(wide) * o.astype(wide), axis=-1) - jnp.where(seen, dlse.T, 0)
+    tiles = partial(_query_tiles, kv=kv, tile=plan.tile)
+    queries, d_out = tiles(_finite(q).astype(wide) * scale), tiles(do.astype(wide))
+    lse, delta = (tiles(x[..., None])[..., 0] for x in (jnp.where(seen, lse.T, 0), _finite(delta)))
+    keys, values = (_by_head(_finite(x).astype(wide), plan) for x in (k, v))
+    q_id, k_ids = _query_ids(plan, heads // kv), jnp.stack([plan.k_id, plan.k_exit])
 
-    def visit(i, carry):
+    def step(width, masked, n, carry):
         dq, dk, dv = carry
-        r, c = plan.row[i], plan.column[i]
-        s = jnp.einsum("kqd,ksd->kqs", qt[r], kt[c])
-        p = jnp.where(_sees(plan, i, heads // kv), jnp.exp(s - lset[r]), 0.0)
-        ds = p * (jnp.einsum("kqd,ksd->kqs", dot[r], vt[c]) - deltat[r])
+        row, at = _step(plan, width, n)
+        q, do, k = _read(queries, row), _read(d_out, row), _take(keys, at)
+        # Scores lie as [keys, queries]: the products for dk and dv then need no transpose.
+        p = jnp.exp(einsum("ksd,kqd->ksq", k, q) - _read(lse, row)[:, None, :])
+        if masked:
+            sees = _sees(_read(q_id, row)[None, :], *_take(k_ids, at)[:, :, None])
+            p = jnp.where(sees[None], p, 0)
+        dp = einsum("ksd,kqd->ksq", _take(values, at), do)
+        ds = p * (dp - _read(delta, row)[:, None, :])
         return (
-            dq.at[r].add(jnp.einsum("kqs,ksd->kqd", ds, kt[c])),
-            dk.at[c].add(jnp.einsum("kqs,kqd->ksd", ds, qt[r])),
-            dv.at[c].add(jnp.einsum("kqs,kqd->ksd", p, dot[r])),
+            _write(dq, _read(dq, row) + einsum("ksd,ksq->kdq", k, ds), row),
+            dk.at[at].add(einsum("ksq,kqd->ksd", ds, q).transpose(1, 0, 2)),
+            dv.at[at].add(einsum("ksq,kqd->ksd", p, do).transpose(1, 0, 2)),
         )
 
-    init = jax.tree.map(jnp.zeros_like, (qt, kt, vt))
-    dq, dk, dv = jax.lax.fori_loop(0, plan.row.shape[0], visit, init)
-    return (
-        _untile(dq * scale, q.shape[0], heads, plan.tile).astype(q.dtype),
-        _untile(dk, k.shape[0], kv, plan.tile).astype(k.dtype),
-        _untile(dv, v.shape[0], kv, plan.tile).astype(v.dtype),
-        None,
-    )
+    none = jnp.zeros((plan.k_id.shape[0], *k.shape[1:]), wide)
+    dq, dk, dv = _loop(plan, step, (jnp.zeros_like(queries.swapaxes(2, 3)), none, none))
+    dq = _tokens(dq.swapaxes(2, 3) * scale, tokens, heads, plan.tile)
+    return dq.astype(q.dtype), dk[:n_keys].astype(k.dtype), dv[:n_keys].astype(v.dtype), None
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _loop(plan: TilePlan, step: Callable, carry: Any) -> Any:
+    """Runs `step(width, masked, n, carry)` over the steps of the plan, width by width.
+
+    The bounds are data, so the padding of the lists costs nothing.
+    """
+    for group, width in enumerate(plan.widths):
+        body = partial(step, width, group > 0)
+        carry = lax.fori_loop(plan.start[group], plan.start[group + 1], body, carry)
+    return carry
+
+
+def _step(plan: TilePlan, width: int, n: Array) -> tuple[Array, Array]:
+    """The query tile of step n, and the keys [width * tile] that it takes on."""
+    first = plan.first[n]
+    columns = lax.dynamic_slice(plan.column, (first,), (width,))
+    at = columns[:, None] * plan.tile + jnp.arange(plan.tile, dtype=columns.dtype)[None, :]
+    return plan.row[first], at.reshape(-1)
+
+
+def _sees(q_id: Array, k_id: Array, k_exit: Array) -> Array:
+    return (k_id <= q_id) & (q_id < k_exit)
+
+
+def _query_tiles(x: Array, kv: int, tile: int) -> Array:
+    """[T, H, D] to [tiles, K, G * tile, D]: what one key head serves lies together."""
+    tokens, heads, d = x.shape
+    x = _pad(x, padded_length(tokens, tile)).reshape(-1, tile, kv, heads // kv, d)
+    return x.transpose(0, 2, 3, 1, 4).reshape(x.shape[0], kv, -1, d)
+
+
+def _tokens(x: Array, tokens: int, heads: int, tile: int) -> Array:
+    """The inverse of `_query_tiles`."""
+    tiles, kv, _, d = x.shape
+    x = x.reshape(tiles, kv, heads // kv, tile, d).transpose(0, 3, 1, 2, 4)
+    return x.reshape(tiles * tile, heads, d)[:tokens]
+
+
+def _query_ids(plan: TilePlan, group: int) -> Array:
+    """The ids of the rows of `_query_tiles`, [tiles, G * tile]."""
+    return jnp.tile(plan.q_id.reshape(-1, plan.tile), (1, group))
+
+
+def _by_head(x: Array, plan: TilePlan) -> Array:
+    """[S, K, D] to [K, S', D], with the padding of the plan's keys."""
+    return _pad(x, plan.k_id.shape[0]).transpose(1, 0, 2)
+
+
+def _pad(x: Array, length: int) -> Array:
+    return jnp.pad(x, [(0, length - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
+
+
+def _finite(x: Array) -> Array:
+    """`x` without its NaN and infinities, which would outlive a product with weight 0."""
+    return jnp.where(jnp.isfinite(x), x, 0)
+
+
+def _taint(x: Array) -> Array:
+    """[T, H, D] to [T]: NaN at a token with anything that is not finite, else 0."""
+    return jnp.einsum("thd,hd->t", x, jnp.zeros(x.shape[1:], x.dtype))
+
+
+def _take(x: Array, at: Array) -> Array:
+    return x.at[:, at].get(mode="promise_in_bounds")
+
+
+def _read(x: Array, row: Array) -> Array:
+    return lax.dynamic_index_in_dim(x, row, keepdims=False)
+
+
+def _write(x: Array, value: Array, row: Array) -> Array:
+    return lax.dynamic_update_index_in_dim(x, value, row, 0)
