@@ -86,7 +86,6 @@ def replay(cfg: ReplayConfig) -> dict[str, Any]:
         optim=cfg.optim,
         ratio_cap=cfg.ratio_cap,
         tile=cfg.pack.tile,
-        bucket_ratio=cfg.pack.bucket_ratio,
         attention=cfg.attention,
         remat=cfg.remat,
         dtype=cfg.dtype,

@@ -29,6 +29,8 @@ from forge_jax.sched.pack import bucket
 from forge_jax.trees import pytree
 from forge_jax.types import PackedTree
 
+TILES_GROWTH = 4  # from rung to rung of the padded length of a tile list, whose padding is free
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
@@ -39,7 +41,6 @@ class StepConfig:
     loss: Loss = cispo
     ratio_cap: float = 5.0
     tile: int = 64  # side of an attention tile
-    bucket_ratio: float = 1.25  # growth of the padded length of a tile list
     attention: str = "auto"  # implementation, see `tree_attention`
     remat: str = "none"  # see `transformer.hidden`
     dtype: str = "float32"  # of the layers; head, softmax and loss are at least float32
@@ -86,10 +87,10 @@ class Gathered:
 
 def to_batch(tree: PackedTree, cfg: StepConfig) -> Batch:
     """Numpy arrays of a padded tree and the tiles its attention visits."""
-    smallest = 2 * -(-len(tree.tokens) // cfg.tile)  # what many small trees need at most
+    smallest = 4 * -(-len(tree.tokens) // cfg.tile)  # what many small trees need at most
 
-    def rung(live: int) -> int:
-        return bucket(live, smallest, cfg.bucket_ratio, 1)
+    def rung(listed: int) -> int:
+        return bucket(listed, smallest, TILES_GROWTH, 1)
 
     plan = tree_plan(tree.exit, tile=cfg.tile, bucket=rung)
     return Batch(
@@ -247,7 +248,8 @@ def executed_area(tree: PackedTree, cfg: StepConfig) -> int:
     """(query, key) pairs in the tiles that attention visits, for one head of one layer."""
     if cfg.attention == "reference":
         return len(tree.tokens) ** 2
-    return len(to_batch(tree, cfg).plan.row) * cfg.tile**2
+    plan = to_batch(tree, cfg).plan
+    return int(np.dot(np.diff(plan.start), plan.widths)) * cfg.tile**2
 
 
 def scatter(values: np.ndarray, index: np.ndarray, length: int) -> np.ndarray:
