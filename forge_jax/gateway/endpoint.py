@@ -7,6 +7,7 @@ Each call that was begun ends there exactly once: finished, refused or aborted.
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +37,7 @@ from forge_jax.models.chat import Chat, TemplateError
 from forge_jax.types import Chunk, Engine, Facts, Refused, Request, Sampling
 
 LOG = logging.getLogger(__name__)
+UNREAD_SECONDS = 1.0  # that a client may leave the end of a failed stream unread
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -164,9 +166,9 @@ class Endpoint:
         except asyncio.CancelledError:
             session.abort(call)
             current = asyncio.current_task()
-            if current is None or current.cancelling():
-                raise  # the server stops
-            await answer.fail(stream, ApiError(410, "the session was closed"))
+            stops = current is not None and current.cancelling() > 0
+            closed = ApiError(410, "the session was closed")
+            await answer.fail(stream, ApiError(503, "the server stops") if stops else closed)
         except ClientGone:
             session.abort(call)
         except Exception:
@@ -224,8 +226,10 @@ class Answer:
         """Tells an error: with its status if possible, else in the stream that has begun."""
         if stream is None or not stream.begun:
             raise error
-        await stream.send(self._wire.stream(self._context).error(error))
-        await stream.end()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(UNREAD_SECONDS):
+                await stream.send(self._wire.stream(self._context).error(error))
+                await stream.end()
 
 
 def session_name(scope: Scope, headers: dict[str, str]) -> str | None:

@@ -1,6 +1,7 @@
 """The server: streams kept alive, calls drained, models and metrics told."""
 
 import asyncio
+import json
 import signal
 import socket
 
@@ -55,21 +56,47 @@ def test_running_calls_end_before_the_server_does(stream: bool) -> None:
     run(test)
 
 
-def test_a_server_does_not_wait_for_ever() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_server_does_not_wait_for_ever(stream: bool) -> None:
     async def test() -> None:
         chat = chat_of("chatml")
-        engine = FakeEngine(lambda _: [*b"abc", 258], chunk=1, pause=30)
+        engine = FakeEngine(lambda _: [*b"abc", 258], chunk=1, pause=0.1)
         gateway = Gateway(engine, chat, "m", "key", GatewayConfig(drain_seconds=0.2))
         gateway.open("s")
+        body = {"messages": USER, "stream": stream}
         async with httpx.AsyncClient() as http:
             async with gateway.running() as url:
-                call = asyncio.create_task(http.post(f"{url}/s/s{PATH}", json={"messages": USER}))
+                call = asyncio.create_task(http.post(f"{url}/s/s{PATH}", json=body))
                 await until(lambda: engine.running == 1)
+                await asyncio.sleep(0.15)  # a token has come
+                engine.pause = 30
             assert engine.running == 0
             (turn,) = gateway.close("s")
             assert turn.finish == "abort"
-            with pytest.raises(httpx.HTTPError):
-                (await call).raise_for_status()
+            # Its client hears why: by a status, or within the stream that had begun.
+            answer = await call
+            assert answer.status_code == (200 if stream else 503)
+            assert '"message":"the server stops"' in answer.text
+            assert answer.text.endswith("[DONE]\n\n") == stream
+
+    run(test)
+
+
+def test_a_client_that_reads_nothing_does_not_hold_the_server() -> None:
+    async def test() -> None:
+        chat = chat_of("chatml")
+        engine = FakeEngine(lambda _: [97] * 1_000_000, chunk=20_000)
+        gateway = Gateway(engine, chat, "m", "key", GatewayConfig(drain_seconds=0.2))
+        body = json.dumps({"messages": USER, "stream": True, "return_token_ids": True})
+        head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        async with gateway.running() as url:
+            port = int(url.rpartition(":")[2])
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write((head + body).encode())
+            await until(lambda: engine.running == 1)
+            await asyncio.sleep(2)  # the answer has filled what lies between the two
+        assert engine.running == 0
+        writer.close()
 
     run(test)
 
