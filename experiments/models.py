@@ -47,9 +47,11 @@ def resolve(name_or_dir: str, seed: int = 0, dtype: Any = jnp.float32) -> Loaded
     The folder is a Hugging Face one, or that of a training run, whose newest checkpoint
     is taken. Raises UserError on a name that is neither, and on a folder of neither kind.
     """
-    if name_or_dir not in presets() and is_run(name_or_dir):
-        return run_model(name_or_dir, resolve(run_config(name_or_dir).model, seed, dtype))
-    if name_or_dir not in presets() and Path(name_or_dir).is_dir():
+    if name_or_dir and name_or_dir not in presets() and Path(name_or_dir).is_dir():
+        if is_run(name_or_dir):
+            return run_model(name_or_dir, resolve(run_config(name_or_dir).model, seed, dtype))
+        if not (Path(name_or_dir) / "config.json").is_file():
+            raise UserError(f"model={name_or_dir!r} holds neither a run nor a config.json")
         found = load_folder(name_or_dir)
         params = jax.tree.map(lambda x: x.astype(dtype), found.params)
         return LoadedModel(cfg=found.cfg, params=params, chat=found.chat, name=found.name)

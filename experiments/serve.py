@@ -11,10 +11,11 @@ import json
 import os
 import secrets
 import signal
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,20 +88,30 @@ def main(mapping: dict[str, Any]) -> None:
 
 
 async def serve(cfg: Config) -> None:
-    """Serves until SIGTERM or SIGINT, then lets running calls end."""
+    """Serves until SIGTERM or SIGINT, at whatever moment, and lets running calls end."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stopping, answering = map(asyncio.ensure_future, (stop.wait(), answer(cfg)))
+    await asyncio.wait((stopping, answering), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    answering.cancel()
+    with suppress(asyncio.CancelledError):
+        await answering
+
+
+async def answer(cfg: Config) -> None:
+    """Tells when it can answer, and answers until it is cancelled."""
     opened = scripted_engine(cfg) if cfg.engine == "scripted" else real_engine(cfg)
     with admin_key(cfg.admin_key) as (key, file):
         async with opened as (engine, chat, name):
             gateway = Gateway(engine, chat, name, key, cfg.gateway)
             async with gateway.running(cfg.host, cfg.port) as url:
-                stop = asyncio.Event()
-                for number in (signal.SIGTERM, signal.SIGINT):
-                    asyncio.get_running_loop().add_signal_handler(number, stop.set)
                 ready = {"url": url, "model": name, "ready": True}
                 if file is not None:
                     ready["admin_key_file"] = file
                 print(json.dumps(ready), flush=True)
-                await stop.wait()
+                await asyncio.Event().wait()
 
 
 @asynccontextmanager
@@ -141,6 +152,7 @@ async def real_engine(cfg: Config) -> AsyncIterator[tuple[Engine, Chat, str]]:
             device=device,
             seed=cfg.seed,
         )
+        print(f"{model.name}: compiling", file=sys.stderr, flush=True)
         await engine.warm_up()
         async with asyncio.TaskGroup() as group:
             running = group.create_task(engine.serve())

@@ -127,10 +127,32 @@ def test_a_real_server() -> None:
         assert stopped(process) == (0, "")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_is_stopped_before_it_is_ready_leaves_nothing(
+    tmp_path: Path, number: int
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "experiments.serve", "model=quick"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "quick: compiling\n"
+        assert [file.name for file in tmp_path.glob("*admin-key*")]
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (0, "", "")
+    assert not list(tmp_path.glob("*admin-key*"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ("model=nonesuch", "nonesuch"),
+        ("model=nonesuch", "model='nonesuch'"),
+        ("model=", "model=''"),
+        ("model=tests", "model='tests'"),
         ("model=quick rollout.context=9999", "rollout.context=9999"),
         ("engine=scripted", "script=None"),
         ("engine=other", "engine='other'"),
