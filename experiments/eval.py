@@ -46,7 +46,7 @@ class Config:
         check(self.temperature >= 0, f"temperature={self.temperature} must be >= 0")
 
 
-@command("eval")
+@command("eval", plain=("model", "task"))
 def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
     cfg = load(Config, mapping)
     family_of(cfg.task)
