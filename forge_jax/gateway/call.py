@@ -77,7 +77,8 @@ async def _draw_one(engine: Engine, completion: Completion, emit: Emit) -> None:
     async with contextlib.aclosing(chunks):
         async for chunk in chunks:
             pieces = completion.take(chunk, time.monotonic())
-            if completion.finish is Finish.ABORT:
+            # Not the completion's finish: its session may be closed as the chunk comes.
+            if chunk.finish is Finish.ABORT:
                 raise Refused(503, "the engine stopped before the completion ended")
             await emit(completion, chunk, pieces)
     if completion.finish is None:

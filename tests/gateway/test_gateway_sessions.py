@@ -1,6 +1,7 @@
 """Sessions: whose a call is, how its calls are drawn, and what is kept of them."""
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import httpx
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from fake_engine import ADMIN, FakeEngine, chat_of, run, served, text_engine, until
 
 from forge_jax.gateway.session import stable_seed
-from forge_jax.types import Finish, Request
+from forge_jax.types import Chunk, Finish, Request
 
 USER = [{"role": "user", "content": "hi"}]
 BODY = {"messages": USER}
@@ -142,6 +143,35 @@ def test_closing_aborts_what_still_runs(stream: bool) -> None:
             assert all(0 < len(turn.output) < 100 for turn in turns)
             await until(lambda: engine.running == 0)
             assert engine.aborted == 2
+
+    run(test)
+
+
+def test_tokens_that_come_as_a_session_closes_change_nothing() -> None:
+    class Gated(FakeEngine):
+        sampled = 0
+
+        async def generate(self, request: Request) -> AsyncIterator[Chunk]:
+            async for chunk in super().generate(request):
+                self.sampled += 1
+                if self.sampled > 2:
+                    await gate.wait()
+                yield chunk
+
+    gate = asyncio.Event()
+
+    async def test() -> None:
+        engine = Gated(lambda _: [*b"x" * 100, 258], chunk=1)
+        async with served(engine, chat_of("chatml")) as up:
+            up.gateway.open("s")
+            call = asyncio.create_task(up.post(f"/s/s{PATH}", BODY | {"n": 2}))
+            await until(lambda: engine.sampled == 4)
+            gate.set()
+            turns = up.gateway.close("s")
+            assert [len(turn.output) for turn in turns] == [1, 1]
+            answer = await call
+            assert answer.status_code == 410
+            assert "the session was closed" in answer.text
 
     run(test)
 
