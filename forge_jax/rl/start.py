@@ -91,5 +91,4 @@ def step_config(cfg: TrainConfig, model: LoadedModel, warm: bool) -> StepConfig:
         loss=negative_log_likelihood if warm else cispo,
         ratio_cap=cfg.ratio_cap,
         tile=cfg.pack.tile,
-        bucket_ratio=cfg.pack.bucket_ratio,
     )
