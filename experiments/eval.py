@@ -18,8 +18,8 @@ from rich.console import Console
 from experiments.command import command
 from experiments.models import resolve
 from forge_jax.agents.families import family_of
-from forge_jax.config import RolloutConfig, check, load
-from forge_jax.rl.evaluate import Evaluation, evaluate, held_out
+from forge_jax.config import EvalConfig, RolloutConfig, UserError, check, load
+from forge_jax.rl.evaluate import Evaluation, NothingPlayed, evaluate, held_out
 from forge_jax.rl.play import Player, remote_episode
 from forge_jax.rl.report import progress
 from forge_jax.rl.serving import serving, shared_client
@@ -41,16 +41,26 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
     def __post_init__(self) -> None:
-        check(self.episodes >= 1, f"episodes={self.episodes} must be at least 1")
-        check(self.concurrency >= 1, f"concurrency={self.concurrency} must be at least 1")
-        check(self.temperature >= 0, f"temperature={self.temperature} must be >= 0")
+        # The limits are those of an evaluation during training.
+        EvalConfig(
+            episodes=self.episodes,
+            concurrency=self.concurrency,
+            temperature=self.temperature,
+            seed=self.seed,
+        )
+        check(self.episode_seconds > 0, f"episode_seconds={self.episode_seconds} must be > 0")
 
 
 @command("eval", plain=("model", "task"))
 def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
     cfg = load(Config, mapping)
     family_of(cfg.task)
-    found = asyncio.run(at_url(cfg) if cfg.url else here(cfg))
+    try:
+        found = asyncio.run(at_url(cfg) if cfg.url else here(cfg))
+    except NothingPlayed as error:
+        if cfg.url is None:
+            raise
+        raise UserError(f"url={cfg.url}: {error}") from error
     return {"task": cfg.task, **dataclasses.asdict(found)}
 
 

@@ -140,7 +140,6 @@ class Status(enum.StrEnum):
     ENVIRONMENT_FAILED = "environment_failed"  # the task could not be set up, stepped or verified
     AGENT_FAILED = "agent_failed"  # the agent raised
     TIMED_OUT = "timed_out"  # the agent did not end in time
-    CANCELLED = "cancelled"  # the run stopped first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +149,7 @@ class Outcome:
     status: Status
     reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)  # "turns", "tool_seconds", ...
-    error: str = ""
+    error: str = ""  # why it is not COMPLETED
 
     @property
     def valid(self) -> bool:

@@ -26,7 +26,7 @@ async def run_episode(
     finite number, AGENT_FAILED where it raised anything else (a refused call with its
     HTTP status) or returned no outcome, TIMED_OUT where it did not end; it is cancelled
     then, and abandoned if it ignores that. Raises CancelledError, after cancelling the
-    agent, if the run itself is cancelled: its caller, who knows why, records CANCELLED.
+    agent, if the run itself is cancelled: it has no outcome then.
     """
     running = asyncio.ensure_future(agent.run(task, client, model))
     running.add_done_callback(_retrieve)

@@ -29,6 +29,10 @@ class Evaluation:
     failures: int  # environment faults
 
 
+class NothingPlayed(Exception):
+    """Every agent failed, the first one as the message says: no word about the policy."""
+
+
 def held_out(family: str, episodes: int, seed: int) -> list[Task]:
     """The tasks of an evaluation: the same for the same arguments."""
     start = seed * 1_000_003  # evaluations of different seeds do not overlap
@@ -41,7 +45,10 @@ async def evaluate(
     concurrency: int,
     advance: Callable[[], None] = lambda: None,
 ) -> Evaluation:
-    """Plays every task once, at most `concurrency` at a time; `advance` is called after each."""
+    """Plays every task once, at most `concurrency` at a time; `advance` is called after each.
+
+    Raises NothingPlayed if every agent failed: then it, or the server it calls, is broken.
+    """
     places = asyncio.Semaphore(concurrency)
 
     async def one(number: int, task: Task) -> Episode:
@@ -52,7 +59,10 @@ async def evaluate(
 
     async with asyncio.TaskGroup() as group:
         running = [group.create_task(one(i, task)) for i, task in enumerate(tasks)]
-    return summarise([task.result() for task in running])
+    episodes = [task.result() for task in running]
+    if all(e.outcome.status is Status.AGENT_FAILED for e in episodes):
+        raise NothingPlayed(f"every episode failed, the first by {episodes[0].outcome.error}")
+    return summarise(episodes)
 
 
 def summarise(episodes: Sequence[Episode]) -> Evaluation:

@@ -1,4 +1,8 @@
-"""Numbers about what was consumed and trained: one row a step, and totals of the run."""
+"""Numbers about what was consumed and trained: one row a step, and totals of the run.
+
+Consumed items and packed batches go in, plain JSON comes out; nothing is measured here that
+the final weights do not depend on.
+"""
 
 import dataclasses
 from collections import Counter
@@ -43,11 +47,17 @@ class Totals:
 
 
 def episode_row(taken: Sequence[Taken]) -> dict[str, Any]:
-    """What the consumed items were: rewards, calls, lags, and outcomes that did not complete."""
+    """What the consumed items were: rewards, calls, lags, and outcomes that did not complete.
+
+    Rewards, calls and what agents measured themselves (``agent_*``) are means over the valid
+    episodes; `error` is that of the first one that is not.
+    """
     episodes = [e for item in taken for e in item.episodes]
     valid = [e for e in episodes if e.outcome.valid]
     lags = [item.lag for item in taken]
-    statuses = Counter(e.outcome.status.value for e in episodes if not e.outcome.valid)
+    invalid = [e.outcome for e in episodes if not e.outcome.valid]
+    measured = [(name, x) for e in valid for name, x in e.outcome.metrics.items()]
+    agents = {f"agent_{n}": mean([x for m, x in measured if m == n]) for n in dict(measured)}
     return {
         "items": [item.number for item in taken],
         "lags": lags,
@@ -56,9 +66,11 @@ def episode_row(taken: Sequence[Taken]) -> dict[str, Any]:
         "episodes": len(episodes),
         "reward": mean([e.outcome.reward for e in valid]),
         "mean_turns": mean([len(e.turns) for e in valid]),
-        "failed": dict(statuses),
+        "failed": Counter(outcome.status.value for outcome in invalid),
+        "error": invalid[0].error if invalid else None,
         "corrupt_items": sum(not item.episodes for item in taken),
         "tokens_sampled": sum(len(t.output) for e in episodes for t in e.turns),
+        **agents,
     }
 
 

@@ -1,4 +1,8 @@
-"""One agent run through the gateway becomes one `Episode`, whatever happens."""
+"""One agent run becomes one `Episode`, whatever the agent does.
+
+A task goes in, its outcome and the token-exact calls come out. A session of the gateway is
+open exactly as long as its episode.
+"""
 
 import asyncio
 from dataclasses import dataclass

@@ -36,7 +36,7 @@ TINY = (
 )
 SYNCHRONOUS = (*TINY, "sched.synchronous=true", "sched.in_flight=2", "sched.window=0")
 # What may differ between two runs of the same history.
-TIMING = ("seconds_collect", "seconds_update")
+TIMING = ("seconds_collect", "seconds_update", "agent_tool_seconds")
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +125,25 @@ def test_trainer_and_engine_agree_on_log_probs(calm: Path) -> None:
         assert abs(row["ratio_mean"] - 1) < 1e-4
 
 
+def test_the_run_folder_is_a_model_that_evaluates_alike(
+    calm: Path, environment: dict[str, str]
+) -> None:
+    overrides = (f"model={calm}", "task=hop", "episodes=8", "rollout.slots=16")
+    found = finish(start(environment, *overrides, python=("-m", "experiments.eval")))
+    summary = json.loads((calm / "summary.json").read_text())
+    assert found["success"] == summary["eval_after"]
+    assert found["success_ci"] == summary["eval_after_ci"]
+    assert found["mean_turns"] == summary["mean_turns"]
+
+
+def test_an_endpoint_that_does_not_answer_is_no_score(environment: dict[str, str]) -> None:
+    overrides = ("model=any", "task=hop", "episodes=2", "url=http://127.0.0.1:9/v1")
+    run = start(environment, *overrides, python=("-m", "experiments.eval"))
+    out, err = run.communicate(timeout=120)
+    assert (run.returncode, out) == (2, "")
+    assert "url=http://127.0.0.1:9/v1: every episode failed" in err.splitlines()[-1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_killed_synchronous_run_continues_to_the_same_numbers(
@@ -141,7 +160,7 @@ def test_a_killed_synchronous_run_continues_to_the_same_numbers(
     assert summary == want
     for got, expected in zip(rows(folder), rows(calm), strict=True):
         for name in TIMING:
-            got.pop(name), expected.pop(name)
+            got.pop(name, None), expected.pop(name, None)
         assert got == expected
 
 

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from forge_jax.rl.evaluate import bootstrap, evaluate, held_out
+from forge_jax.rl.evaluate import NothingPlayed, bootstrap, evaluate, held_out
 from forge_jax.types import Episode, Outcome, Status, Task
 
 
@@ -31,6 +31,15 @@ def test_rates_leave_environment_faults_out() -> None:
     assert found.failures == 4
     assert found.success == pytest.approx(4 / 12)
     assert most == 3
+
+
+def test_agents_that_all_fail_say_nothing_about_the_policy() -> None:
+    async def play(number: int, task: Task) -> Episode:
+        outcome = Outcome(status=Status.AGENT_FAILED, error=f"a bug in run {number}")
+        return Episode(item=number, replica=0, task=task, outcome=outcome, turns=())
+
+    with pytest.raises(NothingPlayed, match="a bug in run 0"):
+        asyncio.run(evaluate(held_out("hop", 4, 0), play, concurrency=2))
 
 
 def test_held_out_tasks_repeat_and_differ_by_seed() -> None:

@@ -32,7 +32,7 @@ def played(cfg: TrainConfig, folder: Path) -> dict[str, Any]:
 
 def history(folder: Path) -> list[dict[str, Any]]:
     rows = read_rows(folder / "metrics.jsonl")
-    return [{k: v for k, v in r.items() if not k.startswith("seconds")} for r in rows]
+    return [{k: v for k, v in row.items() if "seconds" not in k} for row in rows]
 
 
 @pytest.fixture(scope="module")

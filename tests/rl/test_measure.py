@@ -1,0 +1,55 @@
+"""A row says what was consumed, and totals are sums of rows."""
+
+import json
+from typing import Any
+
+from small_policy import make_turn
+
+from forge_jax.rl.collect import Taken
+from forge_jax.rl.measure import Totals, batch_row, episode_row
+from forge_jax.types import Episode, Outcome, Status, Task
+
+
+def episode(reward: float, calls: int = 1, **outcome: Any) -> Episode:
+    return Episode(
+        item=0,
+        replica=0,
+        task=Task(family="hop", seed=0),
+        outcome=Outcome(**{"status": Status.COMPLETED, "reward": reward} | outcome),
+        turns=tuple(make_turn([1], [2, 3], [0, 0]) for _ in range(calls)),
+    )
+
+
+BROKEN = episode(1.0, status=Status.AGENT_FAILED, error="KeyError: 'x'", metrics={"wipes": 9.0})
+TAKEN = [
+    Taken(number=4, lag=2, episodes=(episode(1.0, 3, metrics={"wipes": 2.0}), BROKEN)),
+    Taken(number=3, lag=5, episodes=(episode(0.0, 1, metrics={"wipes": 1.0, "turns": 1.0}),)),
+    Taken(number=7, lag=0, episodes=()),
+]
+
+
+def test_rates_are_of_valid_episodes_and_counts_of_all() -> None:
+    row = json.loads(json.dumps(episode_row(TAKEN)))
+    assert row["items"] == [4, 3, 7]
+    assert (row["lag_mean"], row["lag_max"]) == (7 / 3, 5)
+    assert (row["episodes"], row["corrupt_items"]) == (3, 1)
+    assert (row["reward"], row["mean_turns"]) == (0.5, 2.0)
+    assert row["tokens_sampled"] == 2 * (3 + 1 + 1)
+    assert row["failed"] == {"agent_failed": 1}
+    assert row["error"] == "KeyError: 'x'"
+    assert (row["agent_wipes"], row["agent_turns"]) == (1.5, 1.0)
+
+
+def test_nothing_valid_has_no_rates() -> None:
+    row = episode_row([Taken(number=0, lag=0, episodes=(BROKEN,))])
+    assert row["reward"] is None
+    assert row["mean_turns"] is None
+    assert not [name for name in row if name.startswith("agent_")]
+
+
+def test_totals_are_sums_of_rows() -> None:
+    row = episode_row(TAKEN) | batch_row([], [])
+    totals = Totals(eval_before=0.25).add(row).add(row)
+    assert (totals.episodes, totals.items, totals.tokens_sampled) == (6, 6, 20)
+    assert (totals.lag_sum, totals.lag_max) == (14, 5)
+    assert totals.eval_before == 0.25

@@ -1,0 +1,102 @@
+"""The loader is strict, impossible values are refused by name, and every key has an effect."""
+
+import ast
+import dataclasses
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_jax.config import (
+    EvalConfig,
+    MeshConfig,
+    OptimConfig,
+    PackConfig,
+    RolloutConfig,
+    SchedConfig,
+    TrainConfig,
+    UserError,
+    WarmConfig,
+    load,
+)
+
+ROOT = Path(__file__).parent.parent
+RUN = {"model": "quick", "task": "hop", "steps": 3}
+
+
+def test_mappings_become_frozen_records() -> None:
+    cfg = load(TrainConfig, {**RUN, "sched": {"window": None}, "optim": {"learning_rate": 1}})
+    assert cfg.sched.window is None
+    assert cfg.optim == OptimConfig(learning_rate=1.0)
+    assert isinstance(cfg.optim.learning_rate, float)
+    assert hash(cfg) == hash(load(TrainConfig, dataclasses.asdict(cfg)))
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"unknown": 1}, "unknown key unknown=1"),
+        ({"sched": {"unknown": 1}}, "unknown key sched.unknown=1"),
+        ({"steps": "many"}, "steps='many' must be int"),
+        ({"steps": True}, "steps=True must be int"),
+        ({"steps": None}, "steps=None must be int"),
+        ({"resume": 3}, "resume=3 must be str"),
+        ({"sched": {"window": 1.5}}, "sched.window=1.5 must be int"),
+        ({"warm": {"optim": {"learning_rate": 0}}}, "warm.optim: learning_rate=0.0 must be > 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message.replace(".", r"\.")):
+        load(TrainConfig, RUN | extra)
+
+
+def test_a_missing_key_is_named() -> None:
+    with pytest.raises(UserError, match="missing key task"):
+        load(TrainConfig, {"model": "quick", "steps": 3})
+
+
+@pytest.mark.parametrize(
+    ("cls", "values"),
+    [
+        (RolloutConfig, {"slots": 0}),
+        (SchedConfig, {"group": 1}),
+        (SchedConfig, {"in_flight": 7}),
+        (SchedConfig, {"synchronous": True, "in_flight": 9}),
+        (OptimConfig, {"beta2": 1.0}),
+        (OptimConfig, {"eps": 0.0}),
+        (WarmConfig, {"batch": 0}),
+        (WarmConfig, {"gate": 1.0}),
+        (PackConfig, {"budget": 0}),
+        (PackConfig, {"tile": 0}),
+        (PackConfig, {"bucket_ratio": 1.0}),
+        (EvalConfig, {"concurrency": 0}),
+        (EvalConfig, {"episodes": 0}),
+        (MeshConfig, {"fsdp": 0}),
+    ],
+    ids=str,
+)
+def test_an_impossible_value_is_named(cls: type, values: dict[str, Any]) -> None:
+    name, value = list(values.items())[-1]
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        cls(**values)
+
+
+def keys(cls: type) -> set[str]:
+    """Names of the fields of a configuration and of those inside it."""
+    found = set()
+    for name, hint in typing.get_type_hints(cls).items():
+        found |= {name} | (keys(hint) if dataclasses.is_dataclass(hint) else set())
+    return found
+
+
+def test_every_key_is_read_somewhere() -> None:
+    read = {
+        node.attr
+        for folder in ("forge_jax", "experiments")
+        for path in (ROOT / folder).rglob("*.py")
+        if path.name != "config.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
+    assert keys(TrainConfig) - read == set()
