@@ -7,6 +7,7 @@ names the update after which it was taken.
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from forge_jax.config import UserError
@@ -21,7 +22,14 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, enable_async_checkpointing=False, create=True
         )
-        self._manager = ocp.CheckpointManager(self.folder, options=options)
+        self._manager = ocp.CheckpointManager(
+            self.folder,
+            options=options,
+            item_handlers={
+                "state": ocp.StandardCheckpointHandler(),
+                "host": ocp.JsonCheckpointHandler(),
+            },
+        )
 
     def latest(self) -> int | None:
         """Step of the newest whole checkpoint."""
@@ -47,15 +55,17 @@ class Checkpoints:
         Raises UserError naming the folder if it cannot be read or does not fit.
         """
         try:
+            # Before anything is read: Orbax abandons its other readers when one of them fails.
+            _check_shapes(self._manager.item_metadata(step)["state"].tree, like)
             found = self._manager.restore(
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.StandardRestore(like), host=ocp.args.JsonRestore()
                 ),
             )
-        # What orbax raises on files that are missing, damaged or of other arrays. A fault of
-        # the device is none of these.
-        except (ValueError, KeyError, OSError) as error:
+        except jax.errors.JaxRuntimeError:
+            raise  # a fault of the device, not of the files
+        except Exception as error:  # of many kinds, a bare Exception for a damaged array
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UserError(
                 f"checkpoint {self.folder / str(step)} cannot be read: {reason}"
@@ -64,3 +74,16 @@ class Checkpoints:
 
     def close(self) -> None:
         self._manager.close()
+
+
+def _check_shapes(stored: Any, like: TrainState) -> None:
+    """Raises ValueError naming the first array that is not in both, or of another shape."""
+    there, here = _shapes(stored), _shapes(like)
+    for name in sorted(there.keys() | here.keys()):
+        if there.get(name) != here.get(name):
+            raise ValueError(f"{name} is {there.get(name)} there, {here.get(name)} here")
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(p, simple=True, separator="."): x.shape for p, x in leaves}

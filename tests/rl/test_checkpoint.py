@@ -1,6 +1,5 @@
 """Checkpoints restore bit for bit, are whole or absent, and say so when they are broken."""
 
-import gc
 from pathlib import Path
 
 import jax
@@ -72,9 +71,6 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "3"]
 
 
-# Orbax leaves the other readers of a failed restore unfinished; Python says so when it collects
-# them, which must be in the test that made them.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_corrupt_checkpoint_is_named(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(4, state(), {})
@@ -84,15 +80,12 @@ def test_a_corrupt_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"checkpoint {tmp_path}/4 cannot be read"):
         checkpoints.restore(4, state())
     checkpoints.close()
-    gc.collect()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_checkpoint_of_other_shapes_is_refused(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, state(), {})
     other = create({"w": jnp.zeros((5, 2)), "layers": {"b": jnp.arange(4.0)}}, OPTIM)
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match=r"mu\.w is \(3, 2\) there, \(5, 2\) here"):
         checkpoints.restore(1, other)
     checkpoints.close()
-    gc.collect()
