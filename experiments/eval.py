@@ -48,6 +48,10 @@ class Config:
             temperature=self.temperature,
             seed=self.seed,
         )
+        check(
+            self.url is None or self.temperature == 1,
+            f"temperature={self.temperature} needs our own server: agents leave it to url=",
+        )
         check(self.episode_seconds > 0, f"episode_seconds={self.episode_seconds} must be > 0")
 
 

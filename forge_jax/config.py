@@ -85,7 +85,7 @@ class SchedConfig:
 
     group: int = 8  # G: episodes of one task
     batch: int = 8  # P: groups consumed a step
-    in_flight: int = 16  # N: groups in flight or finished but unconsumed
+    in_flight: int | None = None  # N: groups in flight or finished but unconsumed; see `places`
     window: int | None = 8  # W: how far past the head may be consumed; null is greedy
     synchronous: bool = False  # True: a step's groups are all sampled by the newest weights
     episode_seconds: float = 60.0  # an episode that takes longer has timed out
@@ -93,14 +93,21 @@ class SchedConfig:
     def __post_init__(self) -> None:
         check(self.group >= 2, f"group={self.group} must be at least 2 (the baseline is siblings)")
         check(self.batch >= 1, f"batch={self.batch} must be at least 1")
-        check(self.in_flight >= self.batch, f"in_flight={self.in_flight} < batch={self.batch}")
+        check(self.places >= self.batch, f"in_flight={self.in_flight} < batch={self.batch}")
         check(self.window is None or self.window >= 0, f"window={self.window} must be >= 0")
         check(
-            not self.synchronous or self.in_flight == self.batch,
+            not self.synchronous or self.places == self.batch,
             f"in_flight={self.in_flight} must be batch={self.batch} where synchronous=True: "
             "what is left over would be of older weights",
         )
         check(self.episode_seconds > 0, f"episode_seconds={self.episode_seconds} must be > 0")
+
+    @property
+    def places(self) -> int:
+        """N; where `in_flight` is null one batch if synchronous, else two."""
+        if self.in_flight is not None:
+            return self.in_flight
+        return self.batch if self.synchronous else 2 * self.batch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ class Tally:
     """What happened in one episode so far; the `metrics` of its outcome."""
 
     turns: int = 0  # replies of the model
+    completion_tokens: int = 0  # of those, as the server counts them
     tool_calls: int = 0
     malformed_calls: int = 0  # of those, the ones no tool could take
     tool_seconds: float = 0.0
@@ -56,8 +57,7 @@ class ToolLoop:
             tools = world.tools
         tally = Tally()
         while tally.turns < self.max_turns:
-            choice = await ask(client, model, context, tools, self.max_tokens)
-            tally.turns += 1
+            choice = await ask(client, model, context, tools, self.max_tokens, tally)
             if choice.finish_reason == "length":
                 tally.unfinished = 1
                 break
@@ -91,8 +91,7 @@ class WindowLoop:
         for window in range(last + 1):
             with environment(f"window {window}"):
                 context = context.append(*world.observe(window, context.note))
-            choice = await ask(client, model, context, (), self.max_tokens)
-            tally.turns += 1
+            choice = await ask(client, model, context, (), self.max_tokens, tally)
             if choice.finish_reason == "length":
                 tally.unfinished = 1
                 break
@@ -107,10 +106,16 @@ class WindowLoop:
 
 
 async def ask(
-    client: AsyncOpenAI, model: str, context: Context, tools: Iterable[Tool], max_tokens: int
+    client: AsyncOpenAI,
+    model: str,
+    context: Context,
+    tools: Iterable[Tool],
+    max_tokens: int,
+    tally: Tally,
 ) -> Choice:
-    """One call of the model. Temperature and seed are the server's: it knows the session.
+    """One call of the model, counted in `tally`.
 
+    Temperature and seed are the server's: it knows the session.
     Raises openai.APIError where the call fails.
     """
     body: dict[str, Any] = {
@@ -123,6 +128,8 @@ async def ask(
     # `chat.completions.create` walks every message through its TypedDicts first, which is
     # about half of the client's time in a call and changes nothing here.
     completion = await client.post("/chat/completions", body=body, cast_to=ChatCompletion)
+    tally.turns += 1
+    tally.completion_tokens += completion.usage.completion_tokens if completion.usage else 0
     return completion.choices[0]
 
 

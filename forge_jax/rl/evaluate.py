@@ -69,17 +69,26 @@ def summarise(episodes: Sequence[Episode]) -> Evaluation:
     """Reduces played episodes to an `Evaluation`."""
     kept = [e for e in episodes if e.outcome.status is not Status.ENVIRONMENT_FAILED]
     solved = np.array([e.outcome.valid and e.outcome.reward >= SOLVED for e in kept], np.float64)
-    turns = [len(e.turns) for e in kept]
-    seconds = [max(t.start + t.seconds for t in e.turns) for e in kept if e.turns]
+    turns = [counted(e, "turns", len(e.turns)) for e in kept]
+    ends = [max([t.start + t.seconds for t in e.turns], default=0.0) for e in kept]
+    seconds = [counted(e, "seconds", end) for e, end in zip(kept, ends, strict=True)]
+    tokens = [
+        counted(e, "completion_tokens", sum(len(t.output) for t in e.turns)) for e in episodes
+    ]
     return Evaluation(
         episodes=len(episodes),
         success=float(solved.mean()) if len(kept) else 0.0,
         success_ci=bootstrap(solved),
         mean_turns=float(np.mean(turns)) if turns else 0.0,
-        tokens_sampled=sum(len(t.output) for e in episodes for t in e.turns),
+        tokens_sampled=int(sum(tokens)),
         seconds_mean=float(np.mean(seconds)) if seconds else 0.0,
         failures=len(episodes) - len(kept),
     )
+
+
+def counted(episode: Episode, measure: str, recorded: float) -> float:
+    """What our gateway recorded of an episode, or else what its agent measured itself."""
+    return recorded if episode.turns else episode.outcome.metrics.get(measure, 0.0)
 
 
 def bootstrap(values: np.ndarray) -> tuple[float, float]:

@@ -5,6 +5,8 @@ open exactly as long as its episode.
 """
 
 import asyncio
+import dataclasses
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,6 +64,12 @@ def session_seed(seed: int, purpose: str, item: int, replica: int) -> int:
 async def remote_episode(
     client: AsyncOpenAI, model: str, number: int, task: Task, seconds: float
 ) -> Episode:
-    """One episode against a server that is not ours: its outcome, without token-exact turns."""
+    """One episode against a server that is not ours: its outcome, without token-exact turns.
+
+    The metrics of the outcome have the wall time of the episode as "seconds".
+    """
+    began = time.perf_counter()
     outcome = await run_episode(agent_of(task.family), task, client, model, seconds)
-    return Episode(item=number, replica=0, task=task, outcome=outcome, turns=())
+    took = {**outcome.metrics, "seconds": time.perf_counter() - began}
+    timed = dataclasses.replace(outcome, metrics=took)
+    return Episode(item=number, replica=0, task=task, outcome=timed, turns=())

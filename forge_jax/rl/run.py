@@ -217,7 +217,7 @@ def new_collector(run: Run, up: Serving) -> Collector:
     sched = run.cfg.sched
     one = player(run, up, "train", run.cfg.seed, run.cfg.temperature)
     return Collector(
-        window=WindowedFifo(in_flight=sched.in_flight, window=sched.window),
+        window=WindowedFifo(in_flight=sched.places, window=sched.window),
         pool=Pool.open(str(run.folder / "pool")),
         source=TaskSource((run.cfg.task,), seed=run.cfg.seed, split="train"),
         play=lambda number, task: one.group(number, task, sched.group),
@@ -229,7 +229,7 @@ def summary_of(run: Run, keeper: Keeper, after: Evaluation) -> dict[str, Any]:
     cfg, totals = run.cfg, keeper.totals
     rewards = [row["reward"] for row in run.reporter.rows]  # None where no episode was valid
     tenth = max(1, len(rewards) // 10)
-    window = WindowedFifo(in_flight=cfg.sched.in_flight, window=cfg.sched.window)
+    window = WindowedFifo(in_flight=cfg.sched.places, window=cfg.sched.window)
     return {
         "steps": cfg.steps,
         "reward_first": mean([r for r in rewards[:tenth] if r is not None]),

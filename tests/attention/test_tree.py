@@ -75,9 +75,15 @@ def self_attention(exit_: np.ndarray, tile: int) -> tuple[TilePlan, tuple]:
     return tree_plan(exit_, tile=tile, bucket=fixed), (ids, ids, exit_)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize(("heads", "kv"), [(4, 4), (4, 1), (8, 1)])
-@pytest.mark.parametrize("n", [37, 128])
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv", "n"),
+    [
+        ("float64", 2, 2, 37),
+        ("float64", 4, 1, 61),
+        ("float64", 8, 1, 37),
+        ("float32", 4, 2, 61),
+    ],
+)
 def test_equals_the_oracle(dtype: str, heads: int, kv: int, n: int) -> None:
     with jax.enable_x64(dtype == "float64"):
         plan, ids = self_attention(forest(n, seed=n), tile=16)
@@ -86,34 +92,54 @@ def test_equals_the_oracle(dtype: str, heads: int, kv: int, n: int) -> None:
         assert_equal(got, want, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_random_forests(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    n = int(rng.integers(2, 90))
-    plan, ids = self_attention(forest(n, seed), tile=8)
-    got, want = both(*inputs(n, n, 2, 1, 8, seed, "float32"), plan, ids)
-    assert_equal(got, want, 1e-5)
+def test_random_forests() -> None:
+    """Many forests of one shape, so of one compilation."""
+    q, k, v = inputs(30, 30, 2, 1, 8, 0, "float32")
+
+    @jax.jit
+    def fast(plan):
+        def attend(q, k, v):
+            return tree_attention(q, k, v, plan, scale=1.0)[0]
+
+        o, pull = jax.vjp(attend, q, k, v)
+        return o, *pull(jnp.sin(o))
+
+    @jax.jit
+    def slow(ids):
+        def attend(q, k, v):
+            return reference_attention(q, k, v, *ids, 1.0)[0]
+
+        o, pull = jax.vjp(attend, q, k, v)
+        return o, *pull(jnp.sin(o))
+
+    for seed in range(40):
+        exit_ = forest(30, seed)
+        ids = np.arange(30, dtype=np.int32)
+        plan = tree_plan(exit_, tile=8, bucket=lambda size: 32)
+        for a, b in zip(fast(plan), slow((ids, ids, exit_)), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-@pytest.mark.parametrize("n", [0, 1, 2, 16, 17])
+@pytest.mark.parametrize("n", [0, 1, 17])
 def test_sizes_around_a_tile(n: int) -> None:
     plan, ids = self_attention(forest(n, 0), tile=16)
     got, want = both(*inputs(n, n, 2, 1, 8, 0, "float32"), plan, ids)
     assert_equal(got, want, 1e-5)
 
 
-@pytest.mark.parametrize("tile", [4, 16, 64])
+@pytest.mark.parametrize("tile", [16, 64])
 def test_the_tile_is_no_part_of_the_result(tile: int) -> None:
     plan, ids = self_attention(forest(70, 3), tile=tile)
     got, want = both(*inputs(70, 70, 4, 2, 16, 1, "float32"), plan, ids)
     assert_equal(got, want, 1e-5)
 
 
+@pytest.mark.slow
 def test_long_rows_of_tiles() -> None:
     """More live key tiles in a row than one step takes on."""
-    exit_ = np.full(330, 330, np.int32)
-    plan, ids = self_attention(exit_, tile=8)
-    got, want = both(*inputs(330, 330, 2, 1, 8, 2, "float32"), plan, ids)
+    exit_ = np.full(140, 140, np.int32)
+    plan, ids = self_attention(exit_, tile=4)
+    got, want = both(*inputs(140, 140, 2, 1, 8, 2, "float32"), plan, ids)
     assert_equal(got, want, 1e-5)
 
 
