@@ -8,6 +8,7 @@ status: 0 done, 2 the caller's mistake, 1 a fault, 130 an interrupt (Ctrl-C).
 import functools
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -29,12 +30,14 @@ Main = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 
 
 def command(
-    config_name: str, plain: tuple[str, ...] = ("model",)
+    config_name: str, plain: tuple[str, ...] = ("model",), texts: tuple[str, ...] = ()
 ) -> Callable[[Main], Callable[[], None]]:
     """Decorates ``main(mapping) -> JSON-able mapping`` into a Hydra entry point.
 
     Keys of `plain` take any value. Hydra would read `model=X` as a choice among the files
-    of `configs/model/`, but a model may be any folder.
+    of `configs/model/`, but a model may be any folder. The mappings named in `texts` take new
+    keys, ``texts.NAME=VALUE``, whose values are the text after the sign, whatever Hydra would
+    read into it.
     """
 
     def decorate(main: Main) -> Callable[[], None]:
@@ -53,7 +56,7 @@ def command(
         def run() -> None:
             # Hydra then raises instead of printing a trace and exiting with 1 itself.
             os.environ["HYDRA_FULL_ERROR"] = "1"
-            sys.argv[1:] = [_wrapped(argument, plain) for argument in sys.argv[1:]]
+            sys.argv[1:] = [_wrapped(argument, plain, texts) for argument in sys.argv[1:]]
             with complaining():
                 entry()
 
@@ -93,9 +96,27 @@ def _first(error: BaseException) -> BaseException:
     return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
-def _wrapped(argument: str, plain: tuple[str, ...]) -> str:
-    """An override of a plain key out of the reach of Hydra's groups."""
-    return f"++plain.{argument}" if argument.partition("=")[0] in plain else argument
+def _wrapped(argument: str, plain: tuple[str, ...], texts: tuple[str, ...]) -> str:
+    """An override of a plain key out of the reach of Hydra's groups; a text in quotes."""
+    key, sign, value = argument.partition("=")
+    if key in plain:
+        return f"++plain.{argument}"
+    if sign and "." in key and key.partition(".")[0] in texts:
+        return f"++{key}={_quoted(value)}"
+    return argument
+
+
+def _quoted(text: str) -> str:
+    """`text` as Hydra's grammar spells it, so that it is read back as it is.
+
+    Backslashes count double before a quote and before `${`, which would be looked up.
+    """
+
+    def escape(found: re.Match[str]) -> str:
+        slashes, last = found.groups()
+        return 2 * slashes + ("\\" + last if last else "")
+
+    return '"' + re.sub(r'(\\*)("|\$\{|\Z)', escape, text) + '"'
 
 
 def _unwrapped(cfg: DictConfig) -> DictConfig:

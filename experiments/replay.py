@@ -26,6 +26,7 @@ from experiments.command import command
 from experiments.models import resolve
 from forge_jax.attention.tree import IMPLEMENTATIONS
 from forge_jax.config import OptimConfig, PackConfig, UserError, check, load
+from forge_jax.models.config import ModelConfig
 from forge_jax.models.hf import export_folder, flat_names
 from forge_jax.models.load import LoadedModel
 from forge_jax.models.transformer import REMAT
@@ -81,15 +82,7 @@ def replay(cfg: ReplayConfig) -> dict[str, Any]:
     """The command's result. Raises UserError for a bad model or workload."""
     console = Console(stderr=True)
     model, samples = read(cfg, console)
-    step_cfg = StepConfig(
-        model=model.cfg,
-        optim=cfg.optim,
-        ratio_cap=cfg.ratio_cap,
-        tile=cfg.pack.tile,
-        attention=cfg.attention,
-        remat=cfg.remat,
-        dtype=cfg.dtype,
-    )
+    step_cfg = step_config(cfg, model.cfg)
     with Progress(console=console) as bars:
         bar = bars.add_task("compiling and warming up", total=cfg.steps + 1)
         began = time.perf_counter()
@@ -120,6 +113,19 @@ def replay(cfg: ReplayConfig) -> dict[str, Any]:
         "attention": "xla" if cfg.attention == "auto" else cfg.attention,
         "device": jax.devices()[0].device_kind,
     }
+
+
+def step_config(cfg: ReplayConfig, model: ModelConfig) -> StepConfig:
+    """What the update of a replay compiles."""
+    return StepConfig(
+        model=model,
+        optim=cfg.optim,
+        ratio_cap=cfg.ratio_cap,
+        tile=cfg.pack.tile,
+        attention=cfg.attention,
+        remat=cfg.remat,
+        dtype=cfg.dtype,
+    )
 
 
 def read(cfg: ReplayConfig, console: Console) -> tuple[LoadedModel, list[Sample]]:
