@@ -179,14 +179,18 @@ class Sample:
     old_logp: np.ndarray  # f32[T], the sampler's, 0 off the mask
     advantage: np.ndarray  # f32[T], 0 off the mask
     temperature: float = 1.0  # of the sampler; old_logp is under it
+    # i64[T], a key of all else that a token brings into the model: its adapter, the route it
+    # replays, the features of its image, an offset of its position. None: 0 everywhere.
+    inputs: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
         if n == 0:
             raise ValueError("a sample without tokens")
-        for name in ("mask", "old_logp", "advantage"):
-            if len(getattr(self, name)) != n:
-                raise ValueError(f"{name} has {len(getattr(self, name))} entries, tokens {n}")
+        for name in ("mask", "old_logp", "advantage", "inputs"):
+            values = getattr(self, name)
+            if values is not None and len(values) != n:
+                raise ValueError(f"{name} has {len(values)} entries, tokens {n}")
         if self.mask[0]:
             raise ValueError("the first token of a sample has no context and cannot be trained")
 

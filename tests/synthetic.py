@@ -12,6 +12,7 @@ def make_sample(
     tokens: Sequence[int] | np.ndarray,
     mask: Sequence[int] | np.ndarray,
     temperature: float = 1.0,
+    inputs: Sequence[int] | None = None,
 ) -> Sample:
     """A sample with its own random sampler log-prob and advantage at every trained token."""
     mask = np.asarray(mask, bool)
@@ -22,6 +23,7 @@ def make_sample(
         old_logp=np.where(mask, rng.normal(-4, 1.5, n), 0).astype(np.float32),
         advantage=np.where(mask, rng.normal(0, 1, n), 0).astype(np.float32),
         temperature=temperature,
+        inputs=None if inputs is None else np.asarray(inputs, np.int64),
     )
 
 

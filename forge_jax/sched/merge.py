@@ -24,6 +24,7 @@ class _Flat:
     """The samples one after another."""
 
     tokens: np.ndarray  # i32[L]
+    key: np.ndarray  # integers [L], equal where the tokens and their other inputs are
     sample: np.ndarray  # i64[L], which sample a token is of
     position: np.ndarray  # i64[L], place within its sample
     start: np.ndarray  # i64[S], first token of each sample
@@ -32,6 +33,8 @@ class _Flat:
 
 def merge(samples: Sequence[Sample], mode: str = "tree") -> PackedTree:
     """The forest of `samples`, unpadded, the heaviest child first at every branch.
+
+    Two tokens agree if their ids and their `inputs` do.
 
     - "tree": the full prefix tree; two samples share a token if it and its whole context
       agree. The heaviest child has the most unique tokens in its subtree, ties going to
@@ -46,7 +49,7 @@ def merge(samples: Sequence[Sample], mode: str = "tree") -> PackedTree:
     """
     if not samples:
         raise ValueError("no samples to merge")
-    flat = _flatten([sample.tokens for sample in samples])
+    flat = _flatten(samples)
     mask = np.concatenate([sample.mask for sample in samples]).astype(bool)
     if mode == "tree":
         node = _heaviest_first(flat, _lexicographic(flat))
@@ -62,16 +65,18 @@ def merge(samples: Sequence[Sample], mode: str = "tree") -> PackedTree:
 
 def unique_tokens(samples: Sequence[Sample]) -> int:
     """Tokens of the full prefix tree of `samples`."""
-    flat = _flatten([sample.tokens for sample in samples])
+    flat = _flatten(samples)
     return int(_lexicographic(flat).max()) + 1
 
 
-def _flatten(sequences: list[np.ndarray]) -> _Flat:
-    length = np.array([len(tokens) for tokens in sequences], np.int64)
+def _flatten(samples: Sequence[Sample]) -> _Flat:
+    length = np.array([len(sample.tokens) for sample in samples], np.int64)
     start = np.cumsum(length) - length
     sample = np.repeat(np.arange(len(length)), length)
+    tokens = np.concatenate([sample.tokens for sample in samples]).astype(np.int32)
     return _Flat(
-        tokens=np.concatenate(sequences).astype(np.int32),
+        tokens=tokens,
+        key=_keys(tokens, samples),
         sample=sample,
         position=np.arange(len(sample)) - start[sample],
         start=start,
@@ -79,15 +84,24 @@ def _flatten(sequences: list[np.ndarray]) -> _Flat:
     )
 
 
+def _keys(tokens: np.ndarray, samples: Sequence[Sample]) -> np.ndarray:
+    """One integer for each pair of a token and its other inputs."""
+    if all(sample.inputs is None for sample in samples):
+        return tokens
+    inputs = [np.zeros(len(s.tokens), np.int64) if s.inputs is None else s.inputs for s in samples]
+    _, kind = np.unique(np.concatenate(inputs), return_inverse=True)
+    return kind * (np.int64(tokens.max()) + 1) + tokens
+
+
 def _lexicographic(flat: _Flat) -> np.ndarray:
-    """Node map i64[L] of the prefix tree with siblings in order of their token.
+    """Node map i64[L] of the prefix tree with siblings in order of their key.
 
     In sorted order a sample shares with the samples before it exactly what it shares with
     its neighbour, so what remains of it are new nodes and they come in depth-first order.
     """
-    sequences = np.split(flat.tokens, flat.start[1:])
-    # Big-endian, so that comparing bytes compares tokens.
-    keys = [tokens.astype(">i4").tobytes() for tokens in sequences]
+    sequences = np.split(flat.key, flat.start[1:])
+    # Big-endian, so that comparing bytes compares keys.
+    keys = [keys.astype(keys.dtype.newbyteorder(">")).tobytes() for keys in sequences]
     path = np.empty(flat.length.max(), np.int64)
     node = np.empty(len(flat.tokens), np.int64)
     previous, count = sequences[0][:0], 0
