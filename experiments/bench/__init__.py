@@ -1,0 +1,1 @@
+"""Parts of the benchmarks: child processes, peers, the machine, FLOPs, tables and plots."""
