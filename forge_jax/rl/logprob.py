@@ -7,7 +7,12 @@ each chunk's logits again.
 With ``z = h[source] @ w / temperature`` and ``lse = log Σ exp z``, an edge has
 ``logp = z[label] - lse`` and ``entropy = lse - Σ p z``; the derivatives by z are
 ``onehot(label) - p`` and ``-p (log p + entropy)``.
+
+Inside a `shard_map` the vocabulary may be cut over a mesh axis (Megatron-LM, arXiv 1909.08053,
+section 3): the maximum, the sums and the label's logit then come from all ranks.
 """
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +30,8 @@ def edge_logprob(
     temperature: Float[Array, " M"],
     *,
     chunk: int | None = None,
+    axis: str | None = None,
+    vocab: int | None = None,
 ) -> tuple[Float[Array, " M"], Float[Array, " M"]]:
     """Log-prob (nats) of `label` after token `source`, and entropy, of each of M edges.
 
@@ -32,6 +39,12 @@ def edge_logprob(
     is). `chunk` is the number of edges whose logits exist at once; by default it follows
     from the vocabulary. Exact gradients reach `h` and `w`; `temperature` (> 0) is data and
     gets none. An edge whose cotangents are 0 adds nothing to any gradient.
+
+    With `axis`, a mesh axis of the enclosing `shard_map` (with its check of varying axes), `w`
+    is this rank's columns of the vocabulary, in order of the ranks. Only the first `vocab` of
+    all columns are words, so that one that the ranks do not divide can be padded; by default
+    every column is. The results are the same on every rank, the gradient of `h` is summed
+    over the axis and that of `w` is of this rank's columns.
     """
     edges = label.shape[0]
     if source.shape != label.shape or temperature.shape != label.shape:
@@ -45,13 +58,13 @@ def edge_logprob(
         jnp.pad(label, (0, missing)).reshape(-1, chunk),
         jnp.pad(temperature, (0, missing), constant_values=1).reshape(-1, chunk),
     )
-    logp, entropy = _logprob(h, w, *jax.lax.stop_gradient(edge))
+    logp, entropy = _logprob(h, w, *jax.lax.stop_gradient(edge), axis, vocab)
     return logp.reshape(-1)[:edges], entropy.reshape(-1)[:edges]
 
 
-@jax.custom_vjp
-def _logprob(h, w, source, label, temperature):
-    return _forward(h, w, source, label, temperature)[0]
+@partial(jax.custom_vjp, nondiff_argnames=("axis", "vocab"))
+def _logprob(h, w, source, label, temperature, axis, vocab):
+    return _forward(h, w, source, label, temperature, axis, vocab)[0]
 
 
 def _wide(h, w):
@@ -60,28 +73,51 @@ def _wide(h, w):
     return jnp.asarray(h, wide), jnp.asarray(w, wide)
 
 
-def _forward(h, w, source, label, temperature):
+def _first(w, axis):
+    """The word that this rank's first column of `w` is."""
+    return jax.lax.axis_index(axis) * w.shape[1] if axis else jnp.int32(0)
+
+
+def _words(w, first):
+    """The words that the columns of `w` are, [1, V]."""
+    return first + jnp.arange(w.shape[1], dtype=jnp.int32)[None, :]
+
+
+def _chosen(z, column):
+    """Column `column` [M] of each row of `z`, 0 where this rank has no such column."""
+    inside = (column >= 0) & (column < z.shape[1])
+    at = jnp.where(inside, column, 0)[:, None]
+    return jnp.where(inside, jnp.take_along_axis(z, at, axis=1)[:, 0], 0)
+
+
+def _forward(h, w, source, label, temperature, axis, vocab):
     wide_h, wide_w = _wide(h, w)
+    first = _first(w, axis)
+    words = _words(w, first)
 
     def chunk(_, edge):
         source, label, temperature = edge
         z = (wide_h[source] @ wide_w) / temperature.astype(wide_w.dtype)[:, None]
+        if vocab is not None:
+            z = jnp.where(words < vocab, z, jnp.finfo(z.dtype).min)
         top = jnp.max(z, axis=1)
+        if axis:
+            top = jax.lax.pmax(top, axis)
         below = z - top[:, None]
         p = jnp.exp(below)
-        total = jnp.sum(p, axis=1)
-        chosen = jnp.take_along_axis(below, label[:, None], axis=1)[:, 0]
-        entropy = jnp.log(total) - jnp.sum(p * below, axis=1) / total
+        sums = jnp.sum(p, axis=1), jnp.sum(p * below, axis=1), _chosen(below, label - first)
+        total, weighted, chosen = jax.lax.psum(sums, axis) if axis else sums
+        entropy = jnp.log(total) - weighted / total
         return None, (chosen - jnp.log(total), entropy, top + jnp.log(total))
 
     _, (logp, entropy, lse) = jax.lax.scan(chunk, None, (source, label, temperature))
     return (logp, entropy), (h, w, source, label, temperature, entropy, lse)
 
 
-def _backward(saved, cotangent):
+def _backward(axis, vocab, saved, cotangent):
     h, w, *edges = saved
     wide_h, wide_w = _wide(h, w)
-    vocabulary = jnp.arange(w.shape[1])[None, :]
+    words = _words(w, _first(w, axis))
 
     def chunk(dw, edge):
         source, label, temperature, entropy, lse, d_logp, d_entropy = edge
@@ -90,12 +126,16 @@ def _backward(saved, cotangent):
         logp = (rows @ wide_w) / temperature[:, None] - lse[:, None]
         # Padded edges have zero cotangents; a finite p times 0 is 0.
         slope = d_logp[:, None] + d_entropy[:, None] * (logp + entropy[:, None])
-        dz = jnp.where(vocabulary == label[:, None], d_logp[:, None], 0) - jnp.exp(logp) * slope
+        dz = jnp.where(words == label[:, None], d_logp[:, None], 0) - jnp.exp(logp) * slope
+        if vocab is not None:
+            dz = jnp.where(words < vocab, dz, 0)
         dz = dz / temperature[:, None]
         return dw + rows.T @ dz, dz @ wide_w.T
 
     dw, rows = jax.lax.scan(chunk, jnp.zeros_like(wide_w), (*edges, *cotangent))
     dh = jnp.zeros_like(wide_h).at[edges[0].reshape(-1)].add(rows.reshape(-1, h.shape[1]))
+    if axis:
+        dh = jax.lax.psum(dh, axis)
     return dh.astype(h.dtype), dw.astype(w.dtype), None, None, None
 
 

@@ -1,11 +1,14 @@
 """The chunked edge log-prob equals direct autodiff, and never holds [edges, vocab]."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from forge_jax.rl.logprob import edge_logprob
+from forge_jax.sharding import make_mesh
 
 N, E, V = 23, 16, 50
 
@@ -60,20 +63,61 @@ def test_low_precision_weights_are_computed_in_float32() -> None:
     np.testing.assert_allclose(logp, direct(*rounded, *rest)[0], atol=1e-4)
 
 
-def test_nothing_of_edges_by_vocabulary_is_ever_made() -> None:
-    edges, vocab, chunk = 4096, 3001, 256
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_nothing_of_edges_by_vocabulary_is_ever_made(ranks: int) -> None:
+    edges, columns, chunk = 4096, 3001, 256
     f32, i32 = jnp.float32, jnp.int32
-    shapes = [((64, 8), f32), ((8, vocab), f32), ((edges,), i32), ((edges,), i32), ((edges,), f32)]
+    shapes = [((64, 8), f32), ((8, columns * ranks), f32)]
+    shapes += [((edges,), i32), ((edges,), i32), ((edges,), f32)]
     specs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    every, cut = jax.P(), jax.P(None, "tensor")
 
     def loss(h, w, *rest):
-        logp, entropy = edge_logprob(h, w, *rest, chunk=chunk)
+        logp, entropy = edge_logprob(h, w, *rest, chunk=chunk, axis="tensor" if ranks > 1 else None)
         return logp.sum() + entropy.sum()
 
+    if ranks > 1:
+        mesh = make_mesh(tensor=ranks)
+        specified = (every, cut, every, every, every)
+        loss = jax.shard_map(loss, mesh=mesh, in_specs=specified, out_specs=every)
     largest = 0
     text = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(*specs))
-    for word in text.replace("]", "[").split("["):
+    for word in text.replace("]", "[").replace("{V:tensor}", "").split("["):
         if word and all(part.isdigit() for part in word.split(",")):
             largest = max(largest, int(np.prod([int(part) for part in word.split(",")])))
-    assert largest < edges * vocab
-    assert largest >= chunk * vocab  # the inspection does see the logits of a chunk
+    assert largest < edges * columns
+    assert largest >= chunk * columns  # the inspection does see the logits of a chunk
+
+
+@jax.jit
+def cut_over_ranks(h, w, source, label, temperature, pulls):
+    """Values and gradients with the vocabulary of 50 cut over 8 ranks, the last one padded."""
+    mesh = make_mesh(tensor=8)
+    every, columns = jax.P(), jax.P(None, "tensor")
+
+    @partial(
+        jax.shard_map, mesh=mesh, in_specs=(every, columns), out_specs=(every, (every, columns))
+    )
+    def head(h, w):
+        rest = (source, label, temperature)
+        values, pull = jax.vjp(
+            lambda h, w: edge_logprob(h, w, *rest, chunk=4, axis="tensor", vocab=V), h, w
+        )
+        return values, pull(pulls)
+
+    values, (dh, dw) = head(h, jnp.pad(w, ((0, 0), (0, -V % 8))))
+    return (*values, dh, dw[:, :V]), dw[:, V:]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("float32", 2e-5)])
+def test_a_vocabulary_cut_over_ranks_is_the_whole_one(dtype: str, tolerance: float) -> None:
+    edges = 23
+    with jax.enable_x64(dtype == "float64"):
+        h, w, *rest = case(edges, dtype)
+        rng = np.random.default_rng(1)
+        pulls = tuple(jnp.asarray(rng.normal(size=edges), dtype) for _ in range(2))
+        found, padding = cut_over_ranks(h, w, *rest, pulls)
+        values, pull = jax.vjp(lambda h, w: edge_logprob(h, w, *rest, chunk=4), h, w)
+        for a, b in zip(found, (*values, *pull(pulls)), strict=True):
+            np.testing.assert_allclose(a, b, atol=tolerance * max(1, float(jnp.abs(b).max())))
+        assert not np.any(padding)
