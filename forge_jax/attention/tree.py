@@ -10,9 +10,29 @@ from jaxtyping import Array, Float
 from forge_jax.attention.kernels.xla_scan import scan_attention
 from forge_jax.attention.plan import TilePlan, padded_length
 from forge_jax.attention.reference import reference_attention
+from forge_jax.attention.tiles import Tiles
 from forge_jax.config import UserError
 
 IMPLEMENTATIONS = ("auto", "xla", "reference")
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
+
+
+def resolve(implementation: str) -> str:
+    """The implementation that "auto" stands for on this machine's default device.
+
+    Raises UserError for an unknown one.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise UserError(
+            f"attention implementation {implementation!r} is unknown; known: "
+            + ", ".join(IMPLEMENTATIONS)
+        )
+    return "xla" if implementation == "auto" else implementation
+
+
+def layout_of(implementation: str) -> str:
+    """The layout of plans that an implementation walks: see `build_plan`."""
+    return "tiles" if resolve(implementation).startswith("mosaic") else "steps"
 
 
 def tree_attention(
@@ -22,40 +42,54 @@ def tree_attention(
     plan: TilePlan,
     *,
     scale: float,
+    softcap: float | None = None,
     implementation: str = "auto",
 ) -> tuple[Float[Array, "T H D"], Float[Array, "H T"]]:
-    """Attention where query i sees key j iff ``k_id[j] <= q_id[i] < k_exit[j]``.
+    """Attention where query i sees key j iff ``q_from[i] <= k_id[j] <= q_id[i] < k_exit[j]``.
 
     Query head h reads key head ``h // (H // K)``. Returns (o, lse): o in the dtype of `q`,
     lse in float32 (float64 for float64 inputs); a query that sees nothing has o = 0,
-    lse = -inf and zero gradients. "auto" is the live-tile scan "xla"; "reference" is
-    dense, for small inputs.
+    lse = -inf and zero gradients. `k` and `v` may be wider than `q`: they are rounded to its
+    dtype, and their gradients are as wide as they are. With a `softcap` c a score s becomes
+    ``c tanh(s / c)`` (arXiv 2408.00118).
 
-    Raises UserError for an unknown implementation, NotImplementedError for an
-    unsupported dtype, ValueError where shapes disagree with each other or the plan.
+    "xla" is the live-tile scan, for any device; "reference" is dense, for small inputs.
+    Raises UserError for an unknown implementation, NotImplementedError for an unsupported
+    dtype, ValueError where shapes disagree with each other or the plan, or the plan is not
+    laid out for the implementation.
     """
-    _check(q, k, v, plan)
-    if implementation in ("auto", "xla"):
-        return scan_attention(q, k, v, plan, scale=scale)
-    if implementation == "reference":
-        t, s = q.shape[0], k.shape[0]
-        q_id, k_id, k_exit = map(jnp.asarray, (plan.q_id, plan.k_id, plan.k_exit))
-        return reference_attention(q, k, v, q_id[:t], k_id[:s], k_exit[:s], scale)
-    raise UserError(
-        f"attention implementation {implementation!r} is unknown; known: "
-        + ", ".join(IMPLEMENTATIONS)
+    chosen = resolve(implementation)
+    _check(q, k, v, plan, chosen)
+    if chosen == "reference":
+        return _dense(q, k, v, plan, scale, softcap)
+    return scan_attention(q, k, v, plan, scale=scale, softcap=softcap)
+
+
+def _dense(
+    q: Array, k: Array, v: Array, plan: TilePlan, scale: float, softcap: float | None
+) -> tuple[Array, Array]:
+    t, s = q.shape[0], k.shape[0]
+    q_id, q_from, k_id, k_exit = map(
+        jnp.asarray, (plan.q_id[:t], plan.q_from[:t], plan.k_id[:s], plan.k_exit[:s])
     )
+    return reference_attention(q, k, v, q_id, k_id, k_exit, scale, q_from=q_from, softcap=softcap)
 
 
-def _check(q: Array, k: Array, v: Array, plan: TilePlan) -> None:
+def _check(q: Array, k: Array, v: Array, plan: TilePlan, implementation: str) -> None:
     (t, h, d), (s, kv, _) = q.shape, k.shape
     if k.shape != v.shape or k.shape[-1] != d:
         raise ValueError(f"q{q.shape}, k{k.shape} and v{v.shape} do not belong together")
     if h % kv:
         raise ValueError(f"{h} query heads are no multiple of {kv} key heads")
-    planned = plan.q_id.shape[0], plan.k_id.shape[0] - plan.tile
-    if planned != (padded_length(t, plan.tile), padded_length(s, plan.tile)):
-        raise ValueError(f"q{q.shape}, k{k.shape} for a plan of {planned} (padded) tokens")
     for x in (q, k, v):
-        if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64):
+        if x.dtype not in DTYPES:
             raise NotImplementedError(f"attention over dtype {x.dtype}")
+    if k.dtype != v.dtype or jnp.promote_types(q.dtype, k.dtype) != k.dtype:
+        raise NotImplementedError(f"attention of {q.dtype} queries over {k.dtype} and {v.dtype}")
+    layout = "tiles" if isinstance(plan.lists, Tiles) else "steps"
+    if implementation != "reference" and layout != layout_of(implementation):
+        raise ValueError(f"a plan of {layout} for {implementation}")
+    (bq, bk), spare = plan.tile, layout == "steps"
+    planned = plan.q_id.shape[0], plan.k_id.shape[0] - bk * spare
+    if planned != (padded_length(t, bq), padded_length(s, bk)):
+        raise ValueError(f"q{q.shape}, k{k.shape} for a plan of {planned} (padded) tokens")

@@ -17,8 +17,8 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from forge_jax.attention.plan import TilePlan, tree_plan
-from forge_jax.attention.tree import tree_attention
+from forge_jax.attention.plan import TilePlan, executed_pairs, tree_plan
+from forge_jax.attention.tree import layout_of, tree_attention
 from forge_jax.config import OptimConfig
 from forge_jax.models import transformer
 from forge_jax.models.config import ModelConfig
@@ -92,7 +92,7 @@ def to_batch(tree: PackedTree, cfg: StepConfig) -> Batch:
     def rung(listed: int) -> int:
         return bucket(listed, smallest, TILES_GROWTH, 1)
 
-    plan = tree_plan(tree.exit, tile=cfg.tile, bucket=rung)
+    plan = tree_plan(tree.exit, tile=cfg.tile, layout=layout_of(cfg.attention), bucket=rung)
     return Batch(
         tokens=tree.tokens,
         depth=tree.depth,
@@ -248,8 +248,7 @@ def executed_area(tree: PackedTree, cfg: StepConfig) -> int:
     """(query, key) pairs in the tiles that attention visits, for one head of one layer."""
     if cfg.attention == "reference":
         return len(tree.tokens) ** 2
-    plan = to_batch(tree, cfg).plan
-    return int(np.dot(np.diff(plan.start), plan.widths)) * cfg.tile**2
+    return executed_pairs(to_batch(tree, cfg).plan)
 
 
 def scatter(values: np.ndarray, index: np.ndarray, length: int) -> np.ndarray:

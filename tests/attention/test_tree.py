@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_forests import depths, fixed, forest
 
 from forge_jax.attention.plan import TilePlan, build_plan, tree_plan
 from forge_jax.attention.reference import reference_attention
@@ -19,36 +20,18 @@ from forge_jax.config import UserError
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 
 
-def forest(n: int, seed: int) -> np.ndarray:
-    """`exit` i32[n] of a random forest in depth-first order."""
-    rng = np.random.default_rng(seed)
-    exit_ = np.zeros(n, np.int32)
-    path: list[int] = []
-    for i in range(n):
-        keep = int(rng.integers(0, len(path) + 1)) if rng.random() < 0.1 else len(path)
-        for closed in path[keep:]:
-            exit_[closed] = i
-        path = [*path[:keep], i]
-    exit_[path] = n
-    return exit_
-
-
-def fixed(size: int) -> int:
-    """A list padded by half of its length again, so that padding is met."""
-    return size + size // 2 + 1
-
-
 def inputs(t: int, s: int, h: int, k: int, d: int, seed: int, dtype: str) -> tuple:
     rng = np.random.default_rng(seed)
     shapes = ((t, h, d), (s, k, d), (s, k, d))
     return tuple(jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
 
 
-def both(q, k, v, plan: TilePlan, ids: tuple) -> tuple:
+def both(q, k, v, plan: TilePlan, ids: tuple, softcap: float | None = None) -> tuple:
     """(o, lse, dq, dk, dv) of the scan and of the oracle, for one random pair of cotangents."""
     scale = q.shape[-1] ** -0.5
-    fast = partial(tree_attention, plan=plan, scale=scale, implementation="xla")
-    slow = partial(reference_attention, scale=scale)
+    fast = partial(tree_attention, plan=plan, scale=scale, softcap=softcap, implementation="xla")
+    horizon = jnp.asarray(plan.q_from[: len(q)])
+    slow = partial(reference_attention, scale=scale, q_from=horizon, softcap=softcap)
     rng = np.random.default_rng(0)
     do = jnp.asarray(rng.normal(size=q.shape), q.dtype)
     dlse = jnp.asarray(rng.normal(size=(q.shape[1], q.shape[0])), q.dtype)
@@ -93,6 +76,37 @@ def test_equals_the_oracle(dtype: str, heads: int, kv: int, n: int) -> None:
         got, want = both(*inputs(n, n, heads, kv, 32, n, dtype), plan, ids)
         assert got[0].dtype == jnp.dtype(dtype)
         assert_equal(got, want, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(5, None), (None, 2.0), (20, 1.0)])
+def test_windows_and_softcaps(window: int | None, softcap: float | None) -> None:
+    exit_ = forest(61, 4)
+    ids = np.arange(61, dtype=np.int32)
+    plan = tree_plan(exit_, depths(exit_), window, tile=8, bucket=fixed)
+    with jax.enable_x64(True):
+        q, k, v = inputs(61, 61, 4, 2, 32, 0, "float64")
+        got, want = both(3 * q, k, v, plan, (ids, ids, exit_), softcap)
+        assert_equal(got, want, TOLERANCE["float64"])
+
+
+def test_keys_may_be_wider_than_queries() -> None:
+    """They count as rounded, and their gradients come back unrounded."""
+    plan, _ = self_attention(forest(40, 0), tile=8)
+    q, k, v = inputs(40, 40, 4, 2, 16, 0, "float32")
+    q = q.astype(jnp.bfloat16)
+
+    def loss(k, v):
+        o, lse = tree_attention(q, k, v, plan, scale=0.25)
+        return jnp.sum(jnp.sin(o.astype(jnp.float32))) + jnp.sum(lse)
+
+    rounded = [x.astype(jnp.bfloat16) for x in (k, v)]
+    assert loss(k, v) == loss(*rounded)
+    wide, narrow = jax.grad(loss, (0, 1))(k, v), jax.grad(loss, (0, 1))(*rounded)
+    for a, b in zip(wide, narrow, strict=True):
+        assert a.dtype == jnp.float32
+        np.testing.assert_array_equal(a.astype(jnp.bfloat16), b)
+    with pytest.raises(NotImplementedError, match="float32 queries over bfloat16"):
+        tree_attention(q.astype(jnp.float32), *rounded, plan, scale=1.0)
 
 
 def test_random_forests() -> None:
@@ -247,5 +261,6 @@ def test_mistakes_are_named() -> None:
         tree_attention(*inputs(32, 32, 2, 1, 8, 0, "float32"), plan, scale=1.0)
     with pytest.raises(ValueError, match="no multiple"):
         tree_attention(*inputs(16, 16, 3, 2, 8, 0, "float32"), plan, scale=1.0)
-    with pytest.raises(UserError, match="tile=0"):
-        tree_plan(forest(16, 0), tile=0, bucket=fixed)
+    tiles = tree_plan(forest(16, 0), tile=8, layout="tiles", bucket=fixed)
+    with pytest.raises(ValueError, match="a plan of tiles for xla"):
+        tree_attention(q, k, v, tiles, scale=1.0)
