@@ -31,7 +31,16 @@ from forge_jax.models.hf import export_folder, flat_names
 from forge_jax.models.load import LoadedModel
 from forge_jax.models.transformer import REMAT
 from forge_jax.rl.state import TrainState, create
-from forge_jax.rl.step import Gathered, StepConfig, apply, executed_area, gather, scatter, update
+from forge_jax.rl.step import (
+    Gathered,
+    StepConfig,
+    Updated,
+    apply,
+    executed_area,
+    gather,
+    scatter,
+    update,
+)
 from forge_jax.sched.merge import MODES, unique_tokens
 from forge_jax.sched.pack import attention_area, micro_batches
 from forge_jax.sched.workload import read_workload
@@ -97,7 +106,7 @@ def replay(cfg: ReplayConfig) -> dict[str, Any]:
         seconds = []
         for step in range(cfg.steps):
             bars.update(bar, advance=1, description=f"step {step + 1} of {cfg.steps}")
-            state, elapsed = timed_update(state, samples, cfg, step_cfg)
+            state, _, elapsed = timed_update(state, samples, cfg, step_cfg)
             seconds.append(elapsed)
         bars.update(bar, advance=1)
     typical = statistics.median(seconds)
@@ -164,11 +173,11 @@ def write(
 
 def timed_update(
     state: TrainState, samples: Sequence[Sample], cfg: ReplayConfig, step_cfg: StepConfig
-) -> tuple[TrainState, float]:
-    """One whole update, merging and packing included, and its seconds."""
+) -> tuple[TrainState, Updated, float]:
+    """One whole update, merging and packing included, what it came to, and its seconds."""
     began = time.perf_counter()
-    state, _ = update(state, micro_batches(samples, cfg.merge, cfg.pack), step_cfg)
-    return jax.block_until_ready(state), time.perf_counter() - began
+    state, updated = update(state, micro_batches(samples, cfg.merge, cfg.pack), step_cfg)
+    return jax.block_until_ready(state), updated, time.perf_counter() - began
 
 
 def counts(
