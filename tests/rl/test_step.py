@@ -105,6 +105,7 @@ def test_every_mode_is_one_by_one(seed: int, workload: str) -> None:
         for mode in MODES:
             found = computed(packed(samples, mode), samples, exact)
             assert_close(found, wanted, 1e-10)
+            assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-12)
     for mode in MODES:
         assert_close(computed(packed(samples, mode), samples), wanted, 1e-5)
 
@@ -126,12 +127,28 @@ def test_how_it_is_computed_does_not_matter(variant: str) -> None:
         assert_close(found, wanted, 1e-10)
 
 
+def test_the_order_of_samples_does_not_matter() -> None:
+    samples = WORKLOADS["reasoning"](5)
+    order = np.random.default_rng(0).permutation(len(samples))
+    shuffled = [samples[i] for i in order]
+    cfg = dataclasses.replace(CFG, dtype="float64")
+    with precision("float64"):
+        wanted = computed(packed(samples, "tree"), samples, cfg)
+        found = computed(packed(shuffled, "tree"), shuffled, cfg)
+    lengths = np.array([len(s.tokens) for s in samples])
+    start = np.cumsum(lengths) - lengths
+    wanted["logp"] = np.concatenate(
+        [wanted["logp"][start[i] : start[i] + lengths[i]] for i in order]
+    )
+    assert_close(found, wanted, 1e-10)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_the_cut_into_micro_batches_does_not_matter(mode: str) -> None:
     samples = WORKLOADS["accidents"](3)
     cfg = dataclasses.replace(CFG, dtype="float64")
     with precision("float64"):
-        whole, parts = packed(samples, mode), packed(samples, mode, budget=20)
+        whole, parts = packed(samples, mode), packed(samples, mode, budget=32)
         assert len(parts) > len(whole)
         assert_close(computed(parts, samples, cfg), computed(whole, samples, cfg), 1e-10)
 
@@ -232,7 +249,7 @@ def test_an_untrained_micro_batch_counts_for_nothing() -> None:
 
 def test_metrics_are_means_over_occurrences() -> None:
     samples = WORKLOADS["accidents"](4)
-    trees = packed(samples, "none", budget=20)
+    trees = packed(samples, "none", budget=32)
     found = step.gather(parameters("float32"), trees, CFG)
     old = np.concatenate([s.old_logp for s in samples])[found.index].astype(np.float64)
     delta = found.logp - old
