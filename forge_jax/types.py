@@ -218,3 +218,18 @@ class PackedTree:
     n_tokens: int  # real sizes, before padding
     n_edges: int
     n_occurrences: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CarriedTree:
+    """One tree beyond the budget, trained block by block of its depth-first order.
+
+    Block b is the tokens [b * block, (b + 1) * block). Its queries read the keys of its own
+    tokens and, carried over, of their ancestors in earlier blocks.
+    """
+
+    tree: PackedTree  # whole and unpadded
+    block: int  # tokens of a block; the last one may have fewer
+
+
+MicroBatch = PackedTree | CarriedTree

@@ -1,37 +1,79 @@
-"""Cuts a forest into micro-batches and pads them to a few sizes.
+"""Packs samples into micro-batches of a few sizes.
 
-Samples go in; padded `PackedTree`s come out. A tree is never cut: what shares a token
-stays together. Every size is a function of the batch alone, drawn from a short ladder,
-so that few shapes are ever compiled.
+Samples go in; padded micro-batches come out. Every size is a function of the batch alone,
+drawn from a short ladder, so that few shapes are ever compiled.
 """
 
-import heapq
+from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from forge_jax.config import PackConfig
+from forge_jax.sched.cost import BY_TOKENS, CostModel
 from forge_jax.sched.merge import merge
-from forge_jax.types import PackedTree, Sample
+from forge_jax.sched.split import split
+from forge_jax.types import CarriedTree, MicroBatch, PackedTree, Sample
 
 SMALLEST_TILES = 4  # tiles of the smallest micro-batch
-EDGES_PER_TOKEN = 1 / 32  # of the first rung of edges; the next ones double it
+WASTE = 1.02  # padded over real tokens, up to which parts of other sizes share one
+EDGES_PER_TOKEN = 1 / 32  # of the first rung of edges
+EDGES_GROWTH = 4  # rungs of tokens to one of edges, which at most doubles
 OCCURRENCES_GROWTH = 4  # from rung to rung; an occurrence is but a few scalars
 
 
-def micro_batches(samples: Sequence[Sample], mode: str, cfg: PackConfig) -> list[PackedTree]:
-    """The padded micro-batches of one step; none for no samples.
+def micro_batches(
+    samples: Sequence[Sample], mode: str, cfg: PackConfig, cost: CostModel = BY_TOKENS
+) -> list[MicroBatch]:
+    """The padded micro-batches of one step, none above the budget; none for no samples.
 
+    A tree beyond the budget is cut or carried, whichever is cheaper by `cost`: see `split`.
     `occurrence_sample` and `occurrence_index` count over all of `samples`. Raises
     ValueError as `merge` does.
     """
     if not samples:
         return []
-    parts = split(merge(samples, mode), cfg.budget)
+    parts = split(merge(samples, mode), cfg.budget, cost)
+    packed = [part for part in parts if isinstance(part, PackedTree)]
+    shapes = iter(_shapes(packed, cfg))
+    return [
+        pad(part, *next(shapes))
+        if isinstance(part, PackedTree)
+        else CarriedTree(tree=part.tree, block=min(rung(part.block, cfg), cfg.budget))
+        for part in parts
+    ]
+
+
+def _shapes(parts: Sequence[PackedTree], cfg: PackConfig) -> list[tuple[int, int, int]]:
+    """Padded sizes of each part, as few different ones as little padding allows."""
     wanted = [sizes(part, cfg) for part in parts]
+    rungs = [n for n, _, _ in wanted]
+    joined = _joined(rungs, WASTE * sum(part.n_tokens for part in parts) - sum(rungs))
     # Parts of as many tokens share the larger numbers of the rest: one shape, not several.
-    shape = {n: max(size for size in wanted if size[0] == n) for n, _, _ in wanted}
-    return [pad(part, *shape[n]) for part, (n, _, _) in zip(parts, wanted, strict=True)]
+    shape: dict[int, tuple[int, int, int]] = {}
+    for n, e, m in wanted:
+        _, edges, occurrences = shape.get(joined[n], (0, 0, 0))
+        shape[joined[n]] = (joined[n], max(e, edges), max(m, occurrences))
+    return [shape[joined[n]] for n in rungs]
+
+
+def _joined(rungs: Sequence[int], spare: float) -> dict[int, int]:
+    """The size that each size is raised to, where raising sizes to the next one among them
+    costs at most `spare` tokens in all; the cheapest first."""
+    count = Counter(rungs)
+    groups = [[size] for size in sorted(count)]
+    while len(groups) > 1:
+        costs = [
+            sum(count[size] for size in low) * (high[-1] - low[-1])
+            for low, high in pairwise(groups)
+        ]
+        at = int(np.argmin(costs))
+        spare -= costs[at]
+        if spare < 0:
+            break
+        groups[at : at + 2] = [groups[at] + groups[at + 1]]
+    return {size: group[-1] for group in groups for size in group}
 
 
 def bucket(n: int, smallest: int, ratio: float, multiple: int) -> int:
@@ -49,6 +91,12 @@ def _round_up(size: float, multiple: int) -> int:
     return int(-(-size // multiple)) * multiple
 
 
+def rung(tokens: int, cfg: PackConfig) -> int:
+    """The padded number of `tokens`, which are within the budget."""
+    n = bucket(tokens, SMALLEST_TILES * cfg.tile, cfg.bucket_ratio, cfg.tile)
+    return min(n, _round_up(cfg.budget, cfg.tile))
+
+
 def sizes(tree: PackedTree, cfg: PackConfig) -> tuple[int, int, int]:
     """Padded numbers of (tokens, edges, occurrences).
 
@@ -56,80 +104,10 @@ def sizes(tree: PackedTree, cfg: PackConfig) -> tuple[int, int, int]:
     stops at the budget; edges and occurrences are coarse multiples of them, so that the
     three rarely move apart.
     """
-    n = bucket(tree.n_tokens, SMALLEST_TILES * cfg.tile, cfg.bucket_ratio, cfg.tile)
-    if tree.n_tokens <= cfg.budget:
-        n = min(n, _round_up(cfg.budget, cfg.tile))
-    e = bucket(tree.n_edges, max(1, int(n * EDGES_PER_TOKEN)), 2, 1)
+    n = rung(tree.n_tokens, cfg)
+    growth = min(2.0, cfg.bucket_ratio**EDGES_GROWTH)
+    e = bucket(tree.n_edges, max(1, int(n * EDGES_PER_TOKEN)), growth, 1)
     return n, e, bucket(tree.n_occurrences, e, OCCURRENCES_GROWTH, 1)
-
-
-def split(forest: PackedTree, budget: int) -> list[PackedTree]:
-    """Unpadded micro-batches of whole trees, each of at most `budget` tokens.
-
-    A tree that is larger on its own is a micro-batch of its own. The others are spread
-    evenly over as few micro-batches as hold them, which keeps their sizes alike.
-    """
-    index = np.arange(forest.n_tokens)
-    root = forest.parent[: forest.n_tokens] == index
-    heads = index[root]
-    part_of_tree = _spread(forest.exit[heads] - heads, budget)
-    part_of_token = part_of_tree[np.cumsum(root) - 1]
-    part_of_edge = part_of_token[forest.edge_token[: forest.n_edges]]
-    part_of_occurrence = part_of_edge[forest.occurrence_edge[: forest.n_occurrences]]
-    tokens, edges, occurrences = (
-        _grouped(part, int(part_of_tree.max()) + 1)
-        for part in (part_of_token, part_of_edge, part_of_occurrence)
-    )
-    return [_take(forest, *chosen) for chosen in zip(tokens, edges, occurrences, strict=True)]
-
-
-def _spread(size: np.ndarray, budget: int) -> np.ndarray:
-    """Part of each tree, trees given largest first: each goes to the emptiest part."""
-    small = size[size <= budget]
-    parts = int((size > budget).sum()) + int(-(-small.sum() // budget))
-    while True:
-        part = np.empty(len(size), np.int64)
-        heap = [(0, i) for i in range(parts)]
-        for tree, tokens in enumerate(size.tolist()):
-            load, part[tree] = heap[0]
-            heapq.heapreplace(heap, (load + tokens, int(part[tree])))
-        loads = np.bincount(part, weights=size, minlength=parts)
-        if not np.any((loads > budget) & (np.bincount(part, minlength=parts) > 1)):
-            return part
-        parts += 1
-
-
-def _grouped(part: np.ndarray, parts: int) -> list[np.ndarray]:
-    """For each part its places in `part`, ascending."""
-    order = np.argsort(part, kind="stable")
-    return np.split(order, np.searchsorted(part[order], np.arange(1, parts)))
-
-
-def _take(
-    forest: PackedTree, tokens: np.ndarray, edges: np.ndarray, occurrences: np.ndarray
-) -> PackedTree:
-    """Some whole trees of `forest`, renumbered; the arguments are ascending places."""
-
-    def place(among: np.ndarray, of: np.ndarray) -> np.ndarray:
-        return np.searchsorted(among, of).astype(np.int32)
-
-    return PackedTree(
-        tokens=forest.tokens[tokens],
-        depth=forest.depth[tokens],
-        parent=place(tokens, forest.parent[tokens]),
-        exit=place(tokens, forest.exit[tokens] - 1) + np.int32(1),
-        edge_token=place(tokens, forest.edge_token[edges]),
-        edge_temperature=forest.edge_temperature[edges],
-        occurrence_edge=place(edges, forest.occurrence_edge[occurrences]),
-        occurrence_sample=forest.occurrence_sample[occurrences],
-        old_logp=forest.old_logp[occurrences],
-        advantage=forest.advantage[occurrences],
-        weight=forest.weight[occurrences],
-        occurrence_index=forest.occurrence_index[occurrences],
-        n_tokens=len(tokens),
-        n_edges=len(edges),
-        n_occurrences=len(occurrences),
-    )
 
 
 def pad(tree: PackedTree, n: int, e: int, m: int) -> PackedTree:

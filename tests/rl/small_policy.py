@@ -9,8 +9,10 @@ import numpy as np
 
 from forge_jax.models import transformer
 from forge_jax.models.config import ModelConfig
+from forge_jax.sched.cost import CostModel
 from forge_jax.sched.merge import merge
-from forge_jax.sched.pack import pad, split
+from forge_jax.sched.pack import pad
+from forge_jax.sched.split import split
 from forge_jax.types import Finish, PackedTree, Sample, Turn
 
 MODEL = ModelConfig(
@@ -26,6 +28,7 @@ MODEL = ModelConfig(
     max_context=256,
     init_std=0.3,
 )
+CUT = CostModel(edge=1.0)  # copies cost nothing, so that trees are cut and not carried
 TOKENS = 192  # of every micro-batch, so that little is compiled
 
 
@@ -34,7 +37,9 @@ def parameters(dtype: str = "float32") -> Any:
 
 
 def packed(samples: Sequence[Sample], mode: str, budget: int = TOKENS) -> list[PackedTree]:
-    return [pad(part, TOKENS, TOKENS, TOKENS) for part in split(merge(samples, mode), budget)]
+    """Micro-batches of one shape; a budget below the longest path would have them carried."""
+    parts = split(merge(samples, mode), budget, CUT)
+    return [pad(part, TOKENS, TOKENS, TOKENS) for part in parts if isinstance(part, PackedTree)]
 
 
 def make_turn(prompt: Sequence[int], output: Sequence[int], versions: Sequence[int]) -> Turn:

@@ -9,8 +9,8 @@ from synthetic import accidents, agentic, make_sample
 
 from forge_jax.config import PackConfig
 from forge_jax.sched.merge import MODES, merge
-from forge_jax.sched.pack import attention_area, bucket, micro_batches, pad, split
-from forge_jax.types import PackedTree
+from forge_jax.sched.pack import attention_area, bucket, micro_batches, pad
+from forge_jax.types import CarriedTree, PackedTree
 
 SEEDS = range(6)
 
@@ -32,32 +32,6 @@ def content(tree: PackedTree) -> Counter:
         for m, edge in enumerate(tree.occurrence_edge[: tree.n_occurrences])
     ]
     return Counter([*paths, *occurrences])
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("budget", [10, 25, 10_000])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_splitting_moves_trees_and_loses_nothing(seed: int, budget: int, mode: str) -> None:
-    samples = accidents(seed, vocab=4, temperatures=(1.0, 0.7))
-    forest = merge(samples, mode)
-    parts = split(forest, budget)
-    assert sum((content(part) for part in parts), Counter()) == content(forest)
-    assert sum(map(attention_area, parts)) == attention_area(forest)
-    for part in parts:
-        roots = int((part.parent == np.arange(part.n_tokens)).sum())
-        assert part.n_tokens <= budget or roots == 1
-        index = np.arange(part.n_tokens)
-        sees = (index[None, :] <= index[:, None]) & (index[:, None] < part.exit[None, :])
-        assert sees.sum(axis=1).tolist() == (part.depth + 1).tolist()
-
-
-def test_parts_are_as_few_and_as_even_as_the_trees_allow() -> None:
-    rng = np.random.default_rng(0)
-    samples = [make_sample(rng, np.full(10, i), [0] * 9 + [1]) for i in range(12)]
-    parts = split(merge(samples), 40)
-    assert [part.n_tokens for part in parts] == [40, 40, 40]
-    parts = split(merge(samples), 50)
-    assert [part.n_tokens for part in parts] == [40, 40, 40]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -104,6 +78,43 @@ def test_many_batches_have_few_shapes(mode: str) -> None:
         for tree in micro_batches(samples, mode, cfg):
             shapes.add((len(tree.tokens), len(tree.edge_token), len(tree.weight)))
     assert len(shapes) <= 3
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_fine_ladder_wastes_little_in_few_shapes(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    samples = [
+        make_sample(rng, rng.integers(0, 9, n), [0] * (n - 1) + [1])
+        for n in rng.integers(100, 4000, rng.integers(1, 40)).tolist()
+    ]
+    trees = micro_batches(samples, "tree", PackConfig(budget=8192, bucket_ratio=1.02))
+    real = sum(tree.n_tokens for tree in trees)
+    padded = sum(len(tree.tokens) for tree in trees)
+    assert padded <= 1.025 * real or padded < real + 64 * len(trees)
+    rungs = {bucket(n, 256, 1.02, 64) for n in range(1, 8193)}
+    assert len(rungs) < 100
+    assert {len(tree.tokens) for tree in trees} <= rungs | {8192}
+
+
+def test_near_sizes_share_a_shape_where_that_is_cheap() -> None:
+    rng = np.random.default_rng(0)
+
+    def shapes(*lengths: int) -> list[tuple[int, int]]:
+        samples = [make_sample(rng, np.full(n, n), [0] + [1] * (n - 1)) for n in lengths]
+        trees = micro_batches(samples, "none", PackConfig(budget=max(lengths), bucket_ratio=1.02))
+        return [(len(tree.tokens), len(tree.edge_token)) for tree in trees]
+
+    assert len(set(shapes(6080, 6144, 6400))) == 2
+    assert len(set(shapes(6080, 6144, 6208))) == 1
+    assert len(set(shapes(6080, 4000, 3500))) == 3
+
+
+def test_a_tree_beyond_the_budget_is_carried_in_blocks_of_a_rung() -> None:
+    sample = make_sample(np.random.default_rng(0), np.arange(1000), [0] + [1] * 999)
+    for budget, block in ((300, 256), (400, 384), (999, 512), (10, 10)):
+        [found] = micro_batches([sample], "tree", PackConfig(budget=budget, bucket_ratio=1.02))
+        assert isinstance(found, CarriedTree)
+        assert found.block == block
 
 
 def test_no_samples_no_micro_batches() -> None:
