@@ -4,6 +4,7 @@ A layout (a pytree of `Param`) goes in; the `NamedSharding` of every parameter
 comes out. A logical axis without a rule is replicated.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -13,7 +14,8 @@ from forge_jax.config import UserError
 from forge_jax.trees import is_param
 
 # Logical axis -> mesh axis. "fsdp" cuts weights along their input side, "tensor" along heads
-# and hidden units; a layer axis is never cut, it is scanned over.
+# and hidden units; a layer axis is never cut, it is scanned over. No weight is cut along
+# "data" and "context", over which `forge_jax.rl.parallel` cuts the work.
 RULES: dict[str, str] = {
     "vocab": "tensor",
     "embed": "fsdp",
@@ -23,20 +25,30 @@ RULES: dict[str, str] = {
 }
 
 
-def make_mesh(fsdp: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
-    """A mesh of Auto axes over the first ``fsdp * tensor`` devices.
+def make_mesh(data: int = 1, fsdp: int = 1, context: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
+    """A mesh of Auto axes over the first ``data * fsdp * context * tensor`` devices.
 
     Raises UserError if there are fewer devices.
     """
-    need, have = fsdp * tensor, jax.device_count()
+    axes = {"data": data, "fsdp": fsdp, "context": context, "tensor": tensor}
+    need, have = math.prod(axes.values()), jax.device_count()
     if need > have:
-        raise UserError(f"mesh {fsdp=} {tensor=} needs {need} devices, found {have}")
+        asked = " ".join(f"{name}={size}" for name, size in axes.items() if size > 1)
+        raise UserError(f"mesh {asked} needs {need} devices, found {have}")
     return jax.make_mesh(
-        (fsdp, tensor),
-        ("fsdp", "tensor"),
-        axis_types=(jax.sharding.AxisType.Auto,) * 2,
+        tuple(axes.values()),
+        tuple(axes),
+        axis_types=(jax.sharding.AxisType.Auto,) * len(axes),
         devices=jax.devices()[:need],
     )
+
+
+def mesh_of(arrays: Any) -> jax.sharding.Mesh | None:
+    """The mesh that a pytree of arrays is on; None where that is one device."""
+    first = jax.tree.leaves(arrays)[0]
+    if not isinstance(first, jax.Array) or not isinstance(first.sharding, NamedSharding):
+        return None
+    return first.sharding.mesh if first.sharding.mesh.size > 1 else None
 
 
 def shardings(layout: Any, mesh: jax.sharding.Mesh) -> Any:

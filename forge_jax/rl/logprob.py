@@ -62,6 +62,33 @@ def edge_logprob(
     return logp.reshape(-1)[:edges], entropy.reshape(-1)[:edges]
 
 
+def cut_edge_logprob(
+    h: Float[Array, "N E"],
+    w: Float[Array, "E V"],
+    source: Int[Array, " M"],
+    label: Int[Array, " M"],
+    temperature: Float[Array, " M"],
+    *,
+    axis: str,
+) -> tuple[Float[Array, " M"], Float[Array, " M"]]:
+    """`edge_logprob` with the vocabulary cut over `axis`, which is not mapped over so far.
+
+    For use inside a `shard_map` over other axes; `w` is whole, in name: each rank of `axis`
+    takes its columns. A vocabulary that they do not divide is padded.
+    """
+    vocab, ranks = w.shape[1], jax.sharding.get_abstract_mesh().shape[axis]
+    missing = -vocab % ranks
+    head = partial(edge_logprob, axis=axis, vocab=vocab if missing else None)
+    every = jax.P()
+    cut = jax.shard_map(
+        head,
+        in_specs=(every, jax.P(None, axis), every, every, every),
+        out_specs=every,
+        axis_names={axis},
+    )
+    return cut(h, jnp.pad(w, ((0, 0), (0, missing))), source, label, temperature)
+
+
 @partial(jax.custom_vjp, nondiff_argnames=("axis", "vocab"))
 def _logprob(h, w, source, label, temperature, axis, vocab):
     return _forward(h, w, source, label, temperature, axis, vocab)[0]

@@ -6,7 +6,7 @@ the whole step, fixed before micro-batching, so loss and gradient depend neither
 samples were merged nor on how trees were packed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,7 +22,8 @@ from forge_jax.attention.tree import layout_of, tree_attention
 from forge_jax.config import OptimConfig
 from forge_jax.models import transformer
 from forge_jax.models.config import ModelConfig
-from forge_jax.rl.logprob import edge_logprob
+from forge_jax.rl.context import whole
+from forge_jax.rl.logprob import cut_edge_logprob, edge_logprob
 from forge_jax.rl.losses import Loss, Metrics, cispo, measure
 from forge_jax.rl.state import TrainState, optimizer
 from forge_jax.sched.pack import bucket
@@ -107,19 +108,27 @@ def to_batch(tree: PackedTree, cfg: StepConfig) -> Batch:
     )
 
 
-@partial(jax.jit, static_argnames=("cfg",))
+@partial(jax.jit, static_argnames=("cfg", "axes"))
 def gradients(
-    params: Any, batch: Batch, denominator: Float[Array, ""], cfg: StepConfig
+    params: Any,
+    batch: Batch,
+    denominator: Float[Array, ""],
+    cfg: StepConfig,
+    axes: frozenset[str] = frozenset(),
 ) -> tuple[Any, Metrics, Float[Array, " M"], Float[Array, " M"]]:
     """Gradient of a micro-batch's share of the loss, its metrics, and per occurrence the
     log-prob and the term ``weight * loss``.
 
     The share is the sum of the terms over `denominator`; gradients are in the dtype of
     `params`.
+
+    `axes` are of the enclosing `shard_map`, see `forge_jax.rl.parallel`: with "context" among
+    them `batch` is this rank's part of a micro-batch, whose keys are on all ranks; "tensor" is
+    not yet mapped over, and the head's vocabulary is to be cut over it.
     """
 
     def objective(params: Any) -> tuple[jax.Array, tuple[Metrics, jax.Array, jax.Array]]:
-        logp, entropy = _occurrences(params, batch, cfg)
+        logp, entropy = _occurrences(params, batch, cfg, axes)
         old_logp, advantage, weight = (
             jnp.asarray(x, logp.dtype) for x in (batch.old_logp, batch.advantage, batch.weight)
         )
@@ -135,10 +144,12 @@ def gradients(
 @partial(jax.jit, static_argnames=("cfg",))
 def logprobs(params: Any, batch: Batch, cfg: StepConfig) -> Float[Array, " M"]:
     """Log-probs of the occurrences alone, padding included, without a gradient."""
-    return _occurrences(params, batch, cfg)[0]
+    return _occurrences(params, batch, cfg, frozenset())[0]
 
 
-def _occurrences(params: Any, batch: Batch, cfg: StepConfig) -> tuple[jax.Array, jax.Array]:
+def _occurrences(
+    params: Any, batch: Batch, cfg: StepConfig, axes: frozenset[str]
+) -> tuple[jax.Array, jax.Array]:
     """Log-prob and entropy [M] of each occurrence.
 
     The gather from edges to occurrences is where targets stay apart; its transpose sums
@@ -147,13 +158,16 @@ def _occurrences(params: Any, batch: Batch, cfg: StepConfig) -> tuple[jax.Array,
     scale = cfg.model.head_dim**-0.5
 
     def attend(q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
+        if "context" in axes:
+            k, v = whole(k, "context"), whole(v, "context")
         o, _ = tree_attention(q, k, v, batch.plan, scale=scale, implementation=cfg.attention)
         return o, cache
 
     layers = jax.tree.map(lambda p: p.astype(cfg.dtype), params)
     tokens, depth = jnp.asarray(batch.tokens), jnp.asarray(batch.depth)
     h, _ = transformer.hidden(layers, tokens, depth, attend, cfg.model, remat=cfg.remat)
-    logp, entropy = edge_logprob(
+    head = partial(cut_edge_logprob, axis="tensor") if "tensor" in axes else edge_logprob
+    logp, entropy = head(
         h,
         transformer.unembedding(params, cfg.model),
         jnp.asarray(batch.source),
@@ -174,19 +188,29 @@ def gather(params: Any, trees: Sequence[PackedTree], cfg: StepConfig) -> Gathere
 
     Raises ValueError if there is no trained occurrence to average over.
     """
-    real = [tree.n_occurrences for tree in trees]
-    trained = sum(real)
+    trained = sum(tree.n_occurrences for tree in trees)
+    return total(
+        (
+            (tree.occurrence_index, *gradients(params, to_batch(tree, cfg), float(trained), cfg))
+            for tree in trees
+        ),
+        trained,
+    )
+
+
+def total(parts: Iterable[tuple[np.ndarray, Any, Metrics, Any, Any]], trained: int) -> Gathered:
+    """What `gather` gives, from the places of its occurrences, -1 at padding, and the
+    `gradients` of each micro-batch. Raises ValueError if `trained` is 0."""
     if trained == 0:
         raise ValueError("no trained occurrence in any micro-batch")
     sums, found = None, []
-    for tree in trees:
-        grads, metrics, *each = gradients(params, to_batch(tree, cfg), float(trained), cfg)
+    for index, grads, metrics, *each in parts:
         sums = (grads, metrics) if sums is None else _add(sums, (grads, metrics))
-        found.append((tree.occurrence_index, *each))
+        found.append((index, *each))
     assert sums is not None
     index, logp, terms = (
-        np.concatenate([x[:n] for x, n in zip(jax.device_get(parts), real, strict=True)])
-        for parts in zip(*found, strict=True)
+        np.concatenate([x[place >= 0] for x, (place, *_) in zip(values, found, strict=True)])
+        for values in zip(*jax.device_get(found), strict=True)
     )
     return Gathered(
         grads=sums[0],
@@ -217,11 +241,15 @@ def _apply(state: TrainState, grads: Any, cfg: OptimConfig) -> tuple[TrainState,
 
 
 def update(
-    state: TrainState, trees: Sequence[PackedTree], cfg: StepConfig
+    state: TrainState,
+    trees: Sequence[PackedTree],
+    cfg: StepConfig,
+    gather: Callable[[Any, Sequence[PackedTree], StepConfig], Gathered] = gather,
 ) -> tuple[TrainState, Updated]:
     """One update of `state`, which it consumes, from the micro-batches of a step.
 
-    Without a trained occurrence nothing is stepped: `state` comes back as it is.
+    `gather` sums their gradients. Without a trained occurrence nothing is stepped: `state`
+    comes back as it is.
     """
     if not any(tree.n_occurrences for tree in trees):
         return state, Updated(
