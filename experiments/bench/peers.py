@@ -10,6 +10,7 @@ time mean anything: else the row holds both numbers and no ratio.
 
 import json
 import math
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +26,14 @@ KEYS = ("seconds", "loss", "grad_norm")
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """One program to compare with. Raises ValueError for a command without a workload."""
+    """One program to compare with. Raises ValueError for a command without its workload."""
 
     name: str
     command: str
 
     def __post_init__(self) -> None:
+        plain = re.fullmatch(r"[\w-]+", self.name) is not None  # it is part of a file's name
+        check(plain, f"peers.{self.name} must be letters, digits, - and _")
         check(
             "{workload}" in self.command,
             f"peers.{self.name}={self.command!r} must say where its {{workload}} goes",
