@@ -4,35 +4,50 @@ Queries, keys, values and a `TilePlan` flow in; outputs and log-sum-exps flow ou
 same for every implementation.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from forge_jax.attention.kernels import mosaic_tpu
 from forge_jax.attention.kernels.xla_scan import scan_attention
 from forge_jax.attention.plan import TilePlan, padded_length
 from forge_jax.attention.reference import reference_attention
 from forge_jax.attention.tiles import Tiles
 from forge_jax.config import UserError
 
-IMPLEMENTATIONS = ("auto", "xla", "reference")
+IMPLEMENTATIONS = ("auto", "xla", "mosaic_tpu", "reference")
+BY_PLATFORM = {"cpu": "xla", "tpu": "mosaic_tpu"}
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
 
 
 def resolve(implementation: str) -> str:
     """The implementation that "auto" stands for on this machine's default device.
 
-    Raises UserError for an unknown one.
+    Raises UserError for an unknown one, NotImplementedError on a device without one.
     """
     if implementation not in IMPLEMENTATIONS:
         raise UserError(
             f"attention implementation {implementation!r} is unknown; known: "
             + ", ".join(IMPLEMENTATIONS)
         )
-    return "xla" if implementation == "auto" else implementation
+    if implementation != "auto":
+        return implementation
+    platform = jax.default_backend()
+    if platform not in BY_PLATFORM:
+        raise NotImplementedError(
+            f"attention on {platform}: choose attention=xla, which runs there"
+        )
+    return BY_PLATFORM[platform]
 
 
 def layout_of(implementation: str) -> str:
     """The layout of plans that an implementation walks: see `build_plan`."""
     return "tiles" if resolve(implementation).startswith("mosaic") else "steps"
+
+
+def default_tile(implementation: str) -> tuple[int, int]:
+    """Queries and keys of a tile that suit an implementation."""
+    return {"mosaic_tpu": mosaic_tpu.TILE}.get(resolve(implementation), (64, 64))
 
 
 def tree_attention(
@@ -53,7 +68,8 @@ def tree_attention(
     dtype, and their gradients are as wide as they are. With a `softcap` c a score s becomes
     ``c tanh(s / c)`` (arXiv 2408.00118).
 
-    "xla" is the live-tile scan, for any device; "reference" is dense, for small inputs.
+    "xla" is the live-tile scan, for any device; "mosaic_tpu" are kernels for TPUs; "reference"
+    is dense, for small inputs; "auto" is the fastest for the default device.
     Raises UserError for an unknown implementation, NotImplementedError for an unsupported
     dtype, ValueError where shapes disagree with each other or the plan, or the plan is not
     laid out for the implementation.
@@ -62,7 +78,8 @@ def tree_attention(
     _check(q, k, v, plan, chosen)
     if chosen == "reference":
         return _dense(q, k, v, plan, scale, softcap)
-    return scan_attention(q, k, v, plan, scale=scale, softcap=softcap)
+    kernel = mosaic_tpu.attention if chosen == "mosaic_tpu" else scan_attention
+    return kernel(q, k, v, plan, scale=scale, softcap=softcap)
 
 
 def _dense(
