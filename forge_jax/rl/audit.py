@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from forge_jax.rl.step import StepConfig, Updated, logprobs, scatter, to_batch
-from forge_jax.types import PackedTree, Sample, Turn
+from forge_jax.rl.step import StepConfig, Updated, logprobs, scatter
+from forge_jax.types import MicroBatch, Sample, Turn
 
 
 class Audit:
@@ -36,7 +36,7 @@ class Audit:
         self,
         samples: Sequence[Sample],
         turns: Sequence[Turn],
-        trees: Sequence[PackedTree],
+        trees: Sequence[MicroBatch],
         version: int,
         done: Updated,
         cfg: StepConfig,
@@ -70,14 +70,13 @@ def only_version(turn: Turn) -> int | None:
 
 
 def recomputed(
-    params: Any, trees: Sequence[PackedTree], length: int, cfg: StepConfig
+    params: Any, trees: Sequence[MicroBatch], length: int, cfg: StepConfig
 ) -> np.ndarray:
     """Log-probs f32[L] under `params`, each in its token's place among the samples."""
     logp = np.zeros(length, np.float32)
     for tree in trees:
-        n = tree.n_occurrences
-        found = np.asarray(logprobs(params, to_batch(tree, cfg), cfg))[:n]
-        logp[tree.occurrence_index[:n]] = found
+        for index, found in logprobs(params, tree, cfg):
+            logp[index[index >= 0]] = np.asarray(found)[index >= 0]
     return logp
 
 

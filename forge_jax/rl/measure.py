@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from forge_jax.rl.collect import Taken
-from forge_jax.types import PackedTree, Sample
+from forge_jax.sched.split import forest_of
+from forge_jax.types import MicroBatch, Sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,15 +75,16 @@ def episode_row(taken: Sequence[Taken]) -> dict[str, Any]:
     }
 
 
-def batch_row(samples: Sequence[Sample], batches: Sequence[PackedTree]) -> dict[str, Any]:
+def batch_row(samples: Sequence[Sample], batches: Sequence[MicroBatch]) -> dict[str, Any]:
     """What was trained: token counts of the merged batch."""
     total = sum(len(s.tokens) for s in samples)
-    unique = sum(b.n_tokens for b in batches)
+    trees = [forest_of(part) for part in batches]
+    unique = sum(tree.n_tokens for tree in trees)
     return {
         "samples": len(samples),
         "tokens_total": total,
         "tokens_unique": unique,
-        "tokens_trained": sum(b.n_occurrences for b in batches),
+        "tokens_trained": sum(tree.n_occurrences for tree in trees),
         "tree_token_ratio": total / unique if unique else None,
         "micro_batches": len(batches),
     }

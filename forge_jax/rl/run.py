@@ -33,6 +33,7 @@ from forge_jax.rl.serving import Serving, serving
 from forge_jax.rl.start import Start, beginning, step_config
 from forge_jax.rl.state import TrainState
 from forge_jax.sched.pool import Pool
+from forge_jax.sched.split import forest_of
 from forge_jax.sched.window import WindowedFifo
 
 
@@ -160,7 +161,8 @@ class Keeper:
             draw_curves(run.folder / "curves.png", run.reporter.rows, so_far)
             if step.batch.trees:
                 show = run.model.chat.tokenizer.decode
-                draw_forest(run.folder / "forest.png", step.batch.trees[0], lambda i: show([i]))
+                forest = forest_of(step.batch.trees[0])
+                draw_forest(run.folder / "forest.png", forest, lambda i: show([i]))
 
     def save(self, step: int, state: TrainState, cursors: Mapping[str, Any]) -> None:
         """Writes a checkpoint; `cursors` are the collector's, taken together with `state`."""

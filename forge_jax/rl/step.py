@@ -6,8 +6,8 @@ the whole step, fixed before micro-batching, so loss and gradient depend neither
 samples were merged nor on how trees were packed.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,50 +17,15 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from forge_jax.attention.plan import TilePlan, executed_pairs, tree_plan
-from forge_jax.attention.tree import layout_of, tree_attention
+from forge_jax.attention.plan import executed_pairs
 from forge_jax.config import OptimConfig
-from forge_jax.models import transformer
-from forge_jax.models.config import ModelConfig
-from forge_jax.rl.context import whole
-from forge_jax.rl.logprob import cut_edge_logprob, edge_logprob
-from forge_jax.rl.losses import Loss, Metrics, cispo, measure
+from forge_jax.rl import carry
+from forge_jax.rl.forward import Batch, StepConfig, occurrences, share_of_loss, to_batch
+from forge_jax.rl.losses import Metrics
+from forge_jax.rl.prefetch import prefetch
 from forge_jax.rl.state import TrainState, optimizer
-from forge_jax.sched.pack import bucket
-from forge_jax.trees import pytree
-from forge_jax.types import PackedTree
-
-TILES_GROWTH = 4  # from rung to rung of the padded length of a tile list, whose padding is free
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepConfig:
-    """What is compiled into a train step."""
-
-    model: ModelConfig
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    loss: Loss = cispo
-    ratio_cap: float = 5.0
-    tile: int = 64  # side of an attention tile
-    attention: str = "auto"  # implementation, see `tree_attention`
-    remat: str = "none"  # see `transformer.hidden`
-    dtype: str = "float32"  # of the layers; head, softmax and loss are at least float32
-
-
-@pytree
-class Batch:
-    """A micro-batch as the device sees it; fields as in `PackedTree` unless said."""
-
-    tokens: jax.Array | np.ndarray  # i32[N]
-    depth: jax.Array | np.ndarray  # i32[N]
-    source: jax.Array | np.ndarray  # i32[E], token whose hidden state predicts the edge
-    label: jax.Array | np.ndarray  # i32[E], id that it predicts
-    temperature: jax.Array | np.ndarray  # f32[E]
-    occurrence_edge: jax.Array | np.ndarray  # i32[M]
-    old_logp: jax.Array | np.ndarray  # f32[M]
-    advantage: jax.Array | np.ndarray  # f32[M]
-    weight: jax.Array | np.ndarray  # f32[M]
-    plan: TilePlan
+from forge_jax.sched.split import forest_of
+from forge_jax.types import CarriedTree, MicroBatch, PackedTree
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,28 +51,6 @@ class Gathered:
     index: np.ndarray
 
 
-def to_batch(tree: PackedTree, cfg: StepConfig) -> Batch:
-    """Numpy arrays of a padded tree and the tiles its attention visits."""
-    smallest = 4 * -(-len(tree.tokens) // cfg.tile)  # what many small trees need at most
-
-    def rung(listed: int) -> int:
-        return bucket(listed, smallest, TILES_GROWTH, 1)
-
-    plan = tree_plan(tree.exit, tile=cfg.tile, layout=layout_of(cfg.attention), bucket=rung)
-    return Batch(
-        tokens=tree.tokens,
-        depth=tree.depth,
-        source=tree.parent[tree.edge_token],
-        label=tree.tokens[tree.edge_token],
-        temperature=tree.edge_temperature,
-        occurrence_edge=tree.occurrence_edge,
-        old_logp=tree.old_logp,
-        advantage=tree.advantage,
-        weight=tree.weight,
-        plan=plan,
-    )
-
-
 @partial(jax.jit, static_argnames=("cfg", "axes"))
 def gradients(
     params: Any,
@@ -128,54 +71,27 @@ def gradients(
     """
 
     def objective(params: Any) -> tuple[jax.Array, tuple[Metrics, jax.Array, jax.Array]]:
-        logp, entropy = _occurrences(params, batch, cfg, axes)
-        old_logp, advantage, weight = (
-            jnp.asarray(x, logp.dtype) for x in (batch.old_logp, batch.advantage, batch.weight)
-        )
-        each = cfg.loss(logp, old_logp, advantage, cfg.ratio_cap)
-        terms = jnp.where(weight > 0, each * weight, 0.0)
-        metrics = measure(logp, old_logp, entropy, weight, cfg.ratio_cap)
-        return jnp.sum(terms) / denominator, jax.lax.stop_gradient((metrics, logp, terms))
+        logp, entropy, _ = occurrences(params, batch, cfg, axes)
+        return share_of_loss(logp, entropy, batch, denominator, cfg)
 
     grads, beside = jax.grad(objective, has_aux=True)(params)
     return grads, *beside
 
 
+def logprobs(
+    params: Any, part: MicroBatch, cfg: StepConfig
+) -> Iterator[tuple[np.ndarray, Float[Array, " M"]]]:
+    """Log-probs of a micro-batch's occurrences, in one piece or more, without a gradient;
+    first their places in the concatenated samples, -1 at padding."""
+    if isinstance(part, CarriedTree):
+        yield from carry.logprobs(params, part, cfg)
+    else:
+        yield part.occurrence_index, _logprobs(params, to_batch(part, cfg), cfg)
+
+
 @partial(jax.jit, static_argnames=("cfg",))
-def logprobs(params: Any, batch: Batch, cfg: StepConfig) -> Float[Array, " M"]:
-    """Log-probs of the occurrences alone, padding included, without a gradient."""
-    return _occurrences(params, batch, cfg, frozenset())[0]
-
-
-def _occurrences(
-    params: Any, batch: Batch, cfg: StepConfig, axes: frozenset[str]
-) -> tuple[jax.Array, jax.Array]:
-    """Log-prob and entropy [M] of each occurrence.
-
-    The gather from edges to occurrences is where targets stay apart; its transpose sums
-    the gradients of all samples that share an edge.
-    """
-    scale = cfg.model.head_dim**-0.5
-
-    def attend(q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
-        if "context" in axes:
-            k, v = whole(k, "context"), whole(v, "context")
-        o, _ = tree_attention(q, k, v, batch.plan, scale=scale, implementation=cfg.attention)
-        return o, cache
-
-    layers = jax.tree.map(lambda p: p.astype(cfg.dtype), params)
-    tokens, depth = jnp.asarray(batch.tokens), jnp.asarray(batch.depth)
-    h, _ = transformer.hidden(layers, tokens, depth, attend, cfg.model, remat=cfg.remat)
-    head = partial(cut_edge_logprob, axis="tensor") if "tensor" in axes else edge_logprob
-    logp, entropy = head(
-        h,
-        transformer.unembedding(params, cfg.model),
-        jnp.asarray(batch.source),
-        jnp.asarray(batch.label),
-        jnp.asarray(batch.temperature),
-    )
-    edge = batch.occurrence_edge
-    return logp[edge], entropy[edge]
+def _logprobs(params: Any, batch: Batch, cfg: StepConfig) -> Float[Array, " M"]:
+    return occurrences(params, batch, cfg)[0]
 
 
 @partial(jax.jit, donate_argnames=("sums",))
@@ -183,19 +99,25 @@ def _add(sums: tuple[Any, Metrics], part: tuple[Any, Metrics]) -> tuple[Any, Met
     return jax.tree.map(jnp.add, sums[0], part[0]), sums[1] + part[1]
 
 
-def gather(params: Any, trees: Sequence[PackedTree], cfg: StepConfig) -> Gathered:
+def gather(params: Any, parts: Sequence[MicroBatch], cfg: StepConfig) -> Gathered:
     """Sums gradients and metrics over the micro-batches of one step.
 
     Raises ValueError if there is no trained occurrence to average over.
     """
-    trained = sum(tree.n_occurrences for tree in trees)
-    return total(
-        (
-            (tree.occurrence_index, *gradients(params, to_batch(tree, cfg), float(trained), cfg))
-            for tree in trees
-        ),
-        trained,
-    )
+    trained = sum(forest_of(part).n_occurrences for part in parts)
+    return total(_each(params, parts, float(trained), cfg), trained)
+
+
+def _each(
+    params: Any, parts: Sequence[MicroBatch], denominator: float, cfg: StepConfig
+) -> Iterator[tuple[np.ndarray, Any, Metrics, Array, Array]]:
+    packed = [part for part in parts if isinstance(part, PackedTree)]
+    batches = prefetch(lambda tree: to_batch(tree, cfg), packed)
+    for tree, batch in zip(packed, batches, strict=True):
+        yield tree.occurrence_index, *gradients(params, batch, denominator, cfg)
+    for part in parts:
+        if isinstance(part, CarriedTree):
+            yield from carry.gradients(params, part, denominator, cfg)
 
 
 def total(parts: Iterable[tuple[np.ndarray, Any, Metrics, Any, Any]], trained: int) -> Gathered:
@@ -242,16 +164,16 @@ def _apply(state: TrainState, grads: Any, cfg: OptimConfig) -> tuple[TrainState,
 
 def update(
     state: TrainState,
-    trees: Sequence[PackedTree],
+    parts: Sequence[MicroBatch],
     cfg: StepConfig,
-    gather: Callable[[Any, Sequence[PackedTree], StepConfig], Gathered] = gather,
+    gather: Callable[[Any, Sequence[MicroBatch], StepConfig], Gathered] = gather,
 ) -> tuple[TrainState, Updated]:
     """One update of `state`, which it consumes, from the micro-batches of a step.
 
     `gather` sums their gradients. Without a trained occurrence nothing is stepped: `state`
     comes back as it is.
     """
-    if not any(tree.n_occurrences for tree in trees):
+    if not any(forest_of(part).n_occurrences for part in parts):
         return state, Updated(
             stepped=False,
             loss=0.0,
@@ -260,7 +182,7 @@ def update(
             logp=np.zeros(0, np.float32),
             index=np.zeros(0, np.int64),
         )
-    found = gather(state.params, trees, cfg)
+    found = gather(state.params, parts, cfg)
     state, norm = apply(state, found.grads, cfg.optim)
     return state, Updated(
         stepped=True,
@@ -272,11 +194,18 @@ def update(
     )
 
 
-def executed_area(tree: PackedTree, cfg: StepConfig) -> int:
+def computed_tokens(part: MicroBatch) -> int:
+    """Tokens that pass through the layers, padding included; a carried tree's count once."""
+    return carry.padded_tokens(part) if isinstance(part, CarriedTree) else len(part.tokens)
+
+
+def executed_area(part: MicroBatch, cfg: StepConfig) -> int:
     """(query, key) pairs in the tiles that attention visits, for one head of one layer."""
+    if isinstance(part, CarriedTree):
+        return carry.executed_area(part, cfg)
     if cfg.attention == "reference":
-        return len(tree.tokens) ** 2
-    return executed_pairs(to_batch(tree, cfg).plan)
+        return len(part.tokens) ** 2
+    return executed_pairs(to_batch(part, cfg).plan)
 
 
 def scatter(values: np.ndarray, index: np.ndarray, length: int) -> np.ndarray:

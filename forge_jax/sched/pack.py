@@ -12,15 +12,14 @@ import numpy as np
 
 from forge_jax.config import PackConfig
 from forge_jax.sched.cost import BY_TOKENS, CostModel
+from forge_jax.sched.ladder import OCCURRENCES_GROWTH, bucket, edges_rung, round_up
 from forge_jax.sched.merge import merge
-from forge_jax.sched.split import split
+from forge_jax.sched.split import forest_of, split
 from forge_jax.types import CarriedTree, MicroBatch, PackedTree, Sample
 
 SMALLEST_TILES = 4  # tiles of the smallest micro-batch
 WASTE = 1.02  # padded over real tokens, up to which parts of other sizes share one
-EDGES_PER_TOKEN = 1 / 32  # of the first rung of edges
 EDGES_GROWTH = 4  # rungs of tokens to one of edges, which at most doubles
-OCCURRENCES_GROWTH = 4  # from rung to rung; an occurrence is but a few scalars
 
 
 def micro_batches(
@@ -76,25 +75,10 @@ def _joined(rungs: Sequence[int], spare: float) -> dict[int, int]:
     return {size: group[-1] for group in groups for size in group}
 
 
-def bucket(n: int, smallest: int, ratio: float, multiple: int) -> int:
-    """The first size >= `n` of a ladder that starts at `smallest` and grows by `ratio`.
-
-    Every rung is rounded up to a multiple of `multiple`.
-    """
-    rung = _round_up(smallest, multiple)
-    while rung < n:
-        rung = _round_up(rung * ratio, multiple)
-    return rung
-
-
-def _round_up(size: float, multiple: int) -> int:
-    return int(-(-size // multiple)) * multiple
-
-
 def rung(tokens: int, cfg: PackConfig) -> int:
     """The padded number of `tokens`, which are within the budget."""
     n = bucket(tokens, SMALLEST_TILES * cfg.tile, cfg.bucket_ratio, cfg.tile)
-    return min(n, _round_up(cfg.budget, cfg.tile))
+    return min(n, round_up(cfg.budget, cfg.tile))
 
 
 def sizes(tree: PackedTree, cfg: PackConfig) -> tuple[int, int, int]:
@@ -106,7 +90,7 @@ def sizes(tree: PackedTree, cfg: PackConfig) -> tuple[int, int, int]:
     """
     n = rung(tree.n_tokens, cfg)
     growth = min(2.0, cfg.bucket_ratio**EDGES_GROWTH)
-    e = bucket(tree.n_edges, max(1, int(n * EDGES_PER_TOKEN)), growth, 1)
+    e = edges_rung(tree.n_edges, n, growth)
     return n, e, bucket(tree.n_occurrences, e, OCCURRENCES_GROWTH, 1)
 
 
@@ -147,7 +131,8 @@ def pad(tree: PackedTree, n: int, e: int, m: int) -> PackedTree:
     )
 
 
-def attention_area(tree: PackedTree) -> int:
-    """Visible (query, key) pairs among the real tokens of `tree`, for one head."""
+def attention_area(part: MicroBatch) -> int:
+    """Visible (query, key) pairs among the real tokens of a micro-batch, for one head."""
+    tree = forest_of(part)
     n = tree.n_tokens
     return int((tree.exit[:n].astype(np.int64) - np.arange(n)).sum())

@@ -85,7 +85,7 @@ def divide(forest: PackedTree, start: np.ndarray, part: np.ndarray) -> list[Pack
     part_of_edge = part_of_token[forest.edge_token[: forest.n_edges]]
     part_of_occurrence = part_of_edge[forest.occurrence_edge[: forest.n_occurrences]]
     tokens, edges, occurrences = (
-        _grouped(of, parts) for of in (part_of_token, part_of_edge, part_of_occurrence)
+        grouped(of, parts) for of in (part_of_token, part_of_edge, part_of_occurrence)
     )
     root = np.maximum.accumulate(np.where(forest.depth[start] == 0, start, 0))
     for piece in np.flatnonzero(forest.depth[start] > 0).tolist():
@@ -95,7 +95,7 @@ def divide(forest: PackedTree, start: np.ndarray, part: np.ndarray) -> list[Pack
     return [_take(forest, *chosen) for chosen in zip(tokens, edges, occurrences, strict=True)]
 
 
-def _grouped(part: np.ndarray, parts: int) -> list[np.ndarray]:
+def grouped(part: np.ndarray, parts: int) -> list[np.ndarray]:
     """For each part its places in `part`, ascending."""
     order = np.argsort(part, kind="stable")
     return np.split(order, np.searchsorted(part[order], np.arange(1, parts)))
@@ -127,3 +127,8 @@ def _take(
         n_edges=len(edges),
         n_occurrences=len(occurrences),
     )
+
+
+def forest_of(part: MicroBatch) -> PackedTree:
+    """What a micro-batch computes, in one piece."""
+    return part.tree if isinstance(part, CarriedTree) else part

@@ -201,7 +201,7 @@ def test_samples_apart_in_the_tree_do_not_meet() -> None:
 def test_logprobs_alone_are_those_of_the_gradient() -> None:
     samples = WORKLOADS["agentic"](1)
     [tree] = packed(samples, "tree")
-    logp = step.logprobs(parameters("float32"), step.to_batch(tree, CFG), CFG)
+    [(_, logp)] = step.logprobs(parameters("float32"), tree, CFG)
     found = step.gather(parameters("float32"), [tree], CFG)
     np.testing.assert_allclose(logp[: tree.n_occurrences], found.logp, rtol=1e-5)
 

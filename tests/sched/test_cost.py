@@ -10,7 +10,9 @@ from forge_jax.sched.cost import CostModel, Fit, analytic, sizes_of
 from forge_jax.sched.merge import merge
 from forge_jax.sched.pack import attention_area
 
-MODEL = dict(layers=6, embed=256, heads=8, kv_heads=4, head_dim=64, ffn=768, vocab=8192)
+SIZES = (6, 256, 8, 4, 64, 768, 8192)
+NAMES = ("layers", "embed", "heads", "kv_heads", "head_dim", "ffn", "vocab")
+MODEL = dict(zip(NAMES, SIZES, strict=True))
 TRUTH = CostModel(launch=0.02, token=3e-5, area=2e-9, edge=1e-4, tile=3e-6)
 
 

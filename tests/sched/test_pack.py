@@ -8,8 +8,9 @@ import pytest
 from synthetic import accidents, agentic, make_sample
 
 from forge_jax.config import PackConfig
+from forge_jax.sched.ladder import bucket
 from forge_jax.sched.merge import MODES, merge
-from forge_jax.sched.pack import attention_area, bucket, micro_batches, pad
+from forge_jax.sched.pack import micro_batches, pad
 from forge_jax.types import CarriedTree, PackedTree
 
 SEEDS = range(6)

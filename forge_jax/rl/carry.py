@@ -1,0 +1,178 @@
+"""Exact gradients of a tree beyond the budget, block by block of its depth-first order.
+
+A `CarriedTree` and parameters go in; what `step.gradients` gives for a micro-batch comes out
+for every block. Forward over the blocks, keys and values of the tokens that later blocks
+read are kept; then the blocks in reverse order are computed again, with the keys and values
+of their ancestors as inputs. Their gradients are added up, in at least float32, where the
+blocks that own them find them: the sum over the blocks is the gradient of the whole tree,
+wherever it is cut.
+
+Beside one block's work the device holds keys and values [2, layers, tokens, K, D] of the
+tokens kept, at most those above the block borders, in the dtype of the layers; their
+gradients in float32; and both again for the context of the block, at most one path.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from forge_jax.attention.plan import build_plan, executed_pairs
+from forge_jax.attention.tree import layout_of
+from forge_jax.rl.forward import TILES_GROWTH, Batch, StepConfig, occurrences, share_of_loss
+from forge_jax.rl.losses import Metrics
+from forge_jax.rl.prefetch import prefetch
+from forge_jax.sched.blocks import Block, Blocks, block, lay_out
+from forge_jax.sched.ladder import bucket
+from forge_jax.types import CarriedTree
+
+SLOTS_GROWTH = 1.25  # from rung to rung of the number of tokens kept
+FEWEST_SLOTS = 256
+
+Kept = Float[Array, "2 layers slots K D"]  # keys and values, or their gradients
+
+
+class Ready(NamedTuple):
+    """A block as the device sees it, numpy arrays throughout."""
+
+    block: Block
+    batch: Batch
+
+
+def gradients(
+    params: Any, tree: CarriedTree, denominator: float, cfg: StepConfig
+) -> Iterator[tuple[np.ndarray, Any, Metrics, Float[Array, " M"], Float[Array, " M"]]]:
+    """For each block the places of its occurrences, -1 at padding, then the gradients of its
+    share of the loss, metrics, log-probs and terms, as `step.gradients` gives them; gradients
+    of keys and values that cross a block are in those of the block that owns them."""
+    blocks = lay_out(tree)
+    last = len(blocks.edges) - 1
+    numbers = [*range(last), *range(last, -1, -1)]
+    kept = _nothing(blocks, cfg, jnp.dtype(cfg.dtype))
+    d_kept = _nothing(blocks, cfg, _wide(cfg))
+    for at, ready in enumerate(prefetch(lambda n: to_ready(blocks, n, cfg), numbers)):
+        one, batch = ready
+        context = _read(kept, one.context, _wide(cfg))
+        if at < last:
+            if one.kept:
+                kept = _write(kept, one.slot, _keys(params, batch, context, cfg))
+            jax.block_until_ready(kept)  # or the blocks to come would be allocated at once
+            continue
+        d_own = _read(d_kept, one.slot, _wide(cfg))
+        grads, d_context, *beside = _gradients(params, batch, context, d_own, denominator, cfg)
+        d_kept = jax.block_until_ready(_add(d_kept, one.context, d_context))
+        yield one.occurrence_index, grads, *beside
+
+
+def logprobs(
+    params: Any, tree: CarriedTree, cfg: StepConfig
+) -> Iterator[tuple[np.ndarray, Float[Array, " M"]]]:
+    """For each block the places of its occurrences, -1 at padding, and their log-probs."""
+    blocks = lay_out(tree)
+    numbers = range(len(blocks.edges))
+    kept = _nothing(blocks, cfg, jnp.dtype(cfg.dtype))
+    for one, batch in prefetch(lambda n: to_ready(blocks, n, cfg), numbers):
+        context = _read(kept, one.context, _wide(cfg))
+        logp, own = _logprobs(params, batch, context, cfg)
+        kept = jax.block_until_ready(_write(kept, one.slot, own))
+        yield one.occurrence_index, logp
+
+
+def to_ready(blocks: Blocks, number: int, cfg: StepConfig) -> Ready:
+    """A block and the tiles that its queries visit among the keys of context and block."""
+    one = block(blocks, number)
+    k_id = np.concatenate([one.context_id, one.id])
+    smallest = 4 * -(-len(k_id) // cfg.tile)  # as of a micro-batch of so many tokens
+    plan = build_plan(
+        one.id,
+        k_id,
+        np.concatenate([one.context_exit, one.exit]),
+        tile=cfg.tile,
+        layout=layout_of(cfg.attention),
+        bucket=lambda listed: bucket(listed, smallest, TILES_GROWTH, 1),
+    )
+    batch = Batch(
+        tokens=one.tokens,
+        depth=one.depth,
+        source=one.source,
+        label=one.label,
+        temperature=one.temperature,
+        occurrence_edge=one.occurrence_edge,
+        old_logp=one.old_logp,
+        advantage=one.advantage,
+        weight=one.weight,
+        plan=plan,
+    )
+    return Ready(one, batch)
+
+
+def padded_tokens(tree: CarriedTree) -> int:
+    """Tokens of all blocks."""
+    return -(-tree.tree.n_tokens // tree.block) * tree.block
+
+
+def executed_area(tree: CarriedTree, cfg: StepConfig) -> int:
+    """(query, key) pairs in the tiles that one pass over all blocks visits, for one head."""
+    blocks = lay_out(tree)
+    ready = (to_ready(blocks, number, cfg) for number in range(len(blocks.edges)))
+    if cfg.attention == "reference":
+        return sum(len(one.id) * (len(one.id) + len(one.context)) for one, _ in ready)
+    return sum(executed_pairs(batch.plan) for _, batch in ready)
+
+
+def _wide(cfg: StepConfig) -> Any:
+    return jnp.promote_types(cfg.dtype, jnp.float32)
+
+
+def _nothing(blocks: Blocks, cfg: StepConfig, dtype: Any) -> Kept:
+    model = cfg.model
+    slots = bucket(blocks.slots, FEWEST_SLOTS, SLOTS_GROWTH, 1)
+    return jnp.zeros((2, model.layers, slots, model.kv_heads, model.head_dim), dtype)
+
+
+@partial(jax.jit, static_argnames=("dtype",))
+def _read(kept: Kept, slot: Int[Array, " S"], dtype: Any) -> Float[Array, "2 layers S K D"]:
+    """What lies in `slot`; 0 where that is past the last one."""
+    return kept.at[:, :, slot].get(mode="fill", fill_value=0).astype(dtype)
+
+
+@partial(jax.jit, donate_argnames=("kept",))
+def _write(kept: Kept, slot: Int[Array, " S"], new: Float[Array, "2 layers S K D"]) -> Kept:
+    return kept.at[:, :, slot].set(new.astype(kept.dtype), mode="drop")
+
+
+@partial(jax.jit, donate_argnames=("kept",))
+def _add(kept: Kept, slot: Int[Array, " S"], new: Float[Array, "2 layers S K D"]) -> Kept:
+    return kept.at[:, :, slot].add(new, mode="drop")
+
+
+@partial(jax.jit, static_argnames=("cfg",))
+def _keys(params: Any, batch: Batch, context: Array, cfg: StepConfig) -> Array:
+    """Keys and values [2, layers, N, K, D] of a block's tokens."""
+    return jnp.stack(occurrences(params, batch, cfg, context=tuple(context))[2])
+
+
+@partial(jax.jit, static_argnames=("cfg",))
+def _logprobs(params: Any, batch: Batch, context: Array, cfg: StepConfig) -> tuple[Array, Array]:
+    logp, _, own = occurrences(params, batch, cfg, context=tuple(context))
+    return logp, jnp.stack(own)
+
+
+@partial(jax.jit, static_argnames=("cfg",))
+def _gradients(
+    params: Any, batch: Batch, context: Array, d_own: Array, denominator: Array, cfg: StepConfig
+) -> tuple[Any, Array, Metrics, Array, Array]:
+    """Gradients by parameters and context, of the block's share of the loss and of what the
+    later blocks make of its keys and values, whose gradient there is `d_own`."""
+
+    def objective(params: Any, context: Array) -> tuple[Array, tuple[Metrics, Array, Array]]:
+        logp, entropy, own = occurrences(params, batch, cfg, context=tuple(context))
+        share, beside = share_of_loss(logp, entropy, batch, denominator, cfg)
+        return share + jnp.vdot(jnp.stack(own), d_own), beside
+
+    (grads, d_context), beside = jax.grad(objective, argnums=(0, 1), has_aux=True)(params, context)
+    return grads, d_context, *beside

@@ -1,0 +1,140 @@
+"""What the device computes of one micro-batch: from its arrays to the terms of the loss.
+
+A micro-batch and parameters go in; log-prob and entropy of every occurrence come out, and
+the micro-batch's share of the loss.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from forge_jax.attention.plan import TilePlan, tree_plan
+from forge_jax.attention.tree import layout_of, tree_attention
+from forge_jax.config import OptimConfig
+from forge_jax.models import transformer
+from forge_jax.models.config import ModelConfig
+from forge_jax.rl.context import whole
+from forge_jax.rl.logprob import cut_edge_logprob, edge_logprob
+from forge_jax.rl.losses import Loss, Metrics, cispo, measure
+from forge_jax.sched.ladder import bucket
+from forge_jax.trees import pytree
+from forge_jax.types import PackedTree
+
+TILES_GROWTH = 4  # from rung to rung of the padded length of a tile list, whose padding is free
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """What is compiled into a train step."""
+
+    model: ModelConfig
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    loss: Loss = cispo
+    ratio_cap: float = 5.0
+    tile: int = 64  # side of an attention tile
+    attention: str = "auto"  # implementation, see `tree_attention`
+    remat: str = "none"  # see `transformer.hidden`
+    dtype: str = "float32"  # of the layers; head, softmax and loss are at least float32
+
+
+@pytree
+class Batch:
+    """A micro-batch as the device sees it; fields as in `PackedTree` unless said."""
+
+    tokens: jax.Array | np.ndarray  # i32[N]
+    depth: jax.Array | np.ndarray  # i32[N]
+    source: jax.Array | np.ndarray  # i32[E], token whose hidden state predicts the edge
+    label: jax.Array | np.ndarray  # i32[E], id that it predicts
+    temperature: jax.Array | np.ndarray  # f32[E]
+    occurrence_edge: jax.Array | np.ndarray  # i32[M]
+    old_logp: jax.Array | np.ndarray  # f32[M]
+    advantage: jax.Array | np.ndarray  # f32[M]
+    weight: jax.Array | np.ndarray  # f32[M]
+    plan: TilePlan
+
+
+def to_batch(tree: PackedTree, cfg: StepConfig) -> Batch:
+    """Numpy arrays of a padded tree and the tiles its attention visits."""
+    smallest = 4 * -(-len(tree.tokens) // cfg.tile)  # what many small trees need at most
+
+    def rung(listed: int) -> int:
+        return bucket(listed, smallest, TILES_GROWTH, 1)
+
+    plan = tree_plan(tree.exit, tile=cfg.tile, layout=layout_of(cfg.attention), bucket=rung)
+    return Batch(
+        tokens=tree.tokens,
+        depth=tree.depth,
+        source=tree.parent[tree.edge_token],
+        label=tree.tokens[tree.edge_token],
+        temperature=tree.edge_temperature,
+        occurrence_edge=tree.occurrence_edge,
+        old_logp=tree.old_logp,
+        advantage=tree.advantage,
+        weight=tree.weight,
+        plan=plan,
+    )
+
+
+def occurrences(
+    params: Any,
+    batch: Batch,
+    cfg: StepConfig,
+    axes: frozenset[str] = frozenset(),
+    context: Any = None,
+) -> tuple[Float[Array, " M"], Float[Array, " M"], Any]:
+    """Log-prob and entropy of each occurrence, and with a `context` the tokens' own keys and
+    values, [layers, N, K, D] each and as wide as the context.
+
+    The gather from edges to occurrences is where targets stay apart; its transpose sums
+    the gradients of all samples that share an edge.
+
+    `axes` are of the enclosing `shard_map`, see `gradients`. `context` is keys and values
+    [layers, S, K, D] each, at least float32, of tokens that the plan has before the own ones.
+    """
+    scale = cfg.model.head_dim**-0.5
+
+    def attend(q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
+        if "context" in axes:
+            k, v = whole(k, "context"), whole(v, "context")
+        if cache is not None:
+            (keys, values), cache = cache, (k.astype(cache[0].dtype), v.astype(cache[1].dtype))
+            k, v = jnp.concatenate([keys, cache[0]]), jnp.concatenate([values, cache[1]])
+        o, _ = tree_attention(q, k, v, batch.plan, scale=scale, implementation=cfg.attention)
+        return o, cache
+
+    layers = jax.tree.map(lambda p: p.astype(cfg.dtype), params)
+    tokens, depth = jnp.asarray(batch.tokens), jnp.asarray(batch.depth)
+    h, own = transformer.hidden(layers, tokens, depth, attend, cfg.model, context, cfg.remat)
+    head = partial(cut_edge_logprob, axis="tensor") if "tensor" in axes else edge_logprob
+    logp, entropy = head(
+        h,
+        transformer.unembedding(params, cfg.model),
+        jnp.asarray(batch.source),
+        jnp.asarray(batch.label),
+        jnp.asarray(batch.temperature),
+    )
+    edge = batch.occurrence_edge
+    return logp[edge], entropy[edge], own
+
+
+def share_of_loss(
+    logp: Float[Array, " M"],
+    entropy: Float[Array, " M"],
+    batch: Batch,
+    denominator: Float[Array, ""],
+    cfg: StepConfig,
+) -> tuple[Float[Array, ""], tuple[Metrics, Float[Array, " M"], Float[Array, " M"]]]:
+    """The terms ``weight * loss`` over `denominator`, summed; and beside it, without a
+    gradient, the metrics, `logp` and the terms."""
+    old_logp, advantage, weight = (
+        jnp.asarray(x, logp.dtype) for x in (batch.old_logp, batch.advantage, batch.weight)
+    )
+    each = cfg.loss(logp, old_logp, advantage, cfg.ratio_cap)
+    terms = jnp.where(weight > 0, each * weight, 0.0)
+    metrics = measure(logp, old_logp, entropy, weight, cfg.ratio_cap)
+    return jnp.sum(terms) / denominator, jax.lax.stop_gradient((metrics, logp, terms))
