@@ -25,6 +25,7 @@ from forge_jax.attention.kernels.mosaic_tpu_blocks import (
     by_key,
     by_query,
     dot,
+    each_head,
     each_pair,
     finite,
     from_query,
@@ -114,7 +115,7 @@ def _forward(q, k, v, plan, rule, interpret):
 
 def _kernel(pairs, starts, q_ids, k_ids, q, k, v, o, lse, acc, top, total, *, rule):
     """Blocks: q, o [G, D, bq]; k [bk, D]; v [D, bk]; lse [G, bq]."""
-    heads = [(g, slice(g, g + 1)) for g in range(q.shape[0])]
+    group = q.shape[0]
 
     def begin():
         # `top` starts between LOW and any score, so that a key nobody sees weighs exactly 0.
@@ -124,8 +125,10 @@ def _kernel(pairs, starts, q_ids, k_ids, q, k, v, o, lse, acc, top, total, *, ru
 
     def visit(masked):
         sees = visible(q_ids, k_ids, rule) if masked else None
-        for g, row in heads:
-            s, _ = scores(k[...], q[g], rule)
+
+        def finish(g, products):
+            row = slice(g, g + 1)
+            s, _ = scores(products, rule)
             if sees is not None:
                 s = jnp.where(sees, s, LOW)
             old = top[row, :]
@@ -135,8 +138,11 @@ def _kernel(pairs, starts, q_ids, k_ids, q, k, v, o, lse, acc, top, total, *, ru
             total[row, :] = total[row, :] * keep + jnp.sum(p, axis=0, keepdims=True)
             acc[g] = acc[g] * keep + dot(v[...], p.astype(v.dtype), (1, 0), rule)
 
+        each_head(group, lambda g: dot(k[...], q[g], (1, 0), rule), finish)
+
     def end():
-        for g, row in heads:
+        for g in range(group):
+            row = slice(g, g + 1)
             seen = total[row, :] != 0
             safe = jnp.where(seen, total[row, :], 1.0)
             o[g] = (acc[g] / safe).astype(o.dtype)

@@ -22,6 +22,7 @@ from forge_jax.attention.kernels.mosaic_tpu_blocks import (
     by_key,
     by_query,
     dot,
+    each_head,
     each_pair,
     finite,
     from_query,
@@ -52,7 +53,7 @@ def gradients(
         (key_block(size), values),
     ]
     of_queries = jax.ShapeDtypeStruct((size.kv, size.group, size.d, size.t), q.dtype)
-    of_keys = [jax.ShapeDtypeStruct(keys.shape, x.dtype) for x in (k, v)]
+    of_keys = [jax.ShapeDtypeStruct((size.kv, size.d, size.s), x.dtype) for x in (k, v)]
     (dq,) = run_walk(
         partial(_dq_kernel, rule=rule),
         "tree_attention_dq",
@@ -70,12 +71,12 @@ def gradients(
         Walk(plan.lists.columns, plan.lists.n_columns, plan.lists.column_start),
         size,
         inputs=inputs,
-        outputs=[(key_block(size), shape) for shape in of_keys],
-        scratch=[(size.bk, size.d)] * 2,
+        outputs=[(key_lanes_block(size), shape) for shape in of_keys],
+        scratch=[(size.d, size.bk)] * 2,
         products=4,
         interpret=interpret,
     )
-    dk, dv = (x.transpose(1, 0, 2)[: k.shape[0]] for x in (dk, dv))
+    dk, dv = (x.transpose(2, 0, 1)[: k.shape[0]] for x in (dk, dv))
     return from_query(dq, q.shape[0]), dk, dv
 
 
@@ -99,12 +100,17 @@ def _query_blocks(saved: tuple, cotangent: tuple, size: Size) -> Blocks:
     ]
 
 
-def _weights(g, sees, q, do, lse, delta, k, v, rule):
+def _products(q, do, k, v, rule, g):
+    """Of the keys with the queries and of the values with the cotangents of head g, [bk, bq]."""
+    return dot(k[...], q[g], (1, 0), rule), dot(v[...], do[g], (1, 0), rule)
+
+
+def _weights(g, products, sees, lse, delta, rule):
     """(p, ds) of query head g, f32[bk, bq]."""
     row = slice(g, g + 1)
-    s, slope = scores(k[...], q[g], rule)
+    s, slope = scores(products[0], rule)
     p = jnp.exp2(s - lse[row, :])
-    ds = p * (dot(v[...], do[g], (1, 0), rule) - delta[row, :])
+    ds = p * (products[1] - delta[row, :])
     if slope is not None:
         ds = ds * slope
     if sees is not None:
@@ -120,9 +126,12 @@ def _dq_kernel(pairs, starts, q_ids, k_ids, q, do, lse, delta, k, v, k_lanes, dq
 
     def visit(masked):
         sees = visible(q_ids, k_ids, rule) if masked else None
-        for g in range(q.shape[0]):
-            _, ds = _weights(g, sees, q, do, lse, delta, k, v, rule)
+
+        def finish(g, products):
+            _, ds = _weights(g, products, sees, lse, delta, rule)
             acc[g] += dot(k_lanes[...], ds.astype(k.dtype), (1, 0), rule)
+
+        each_head(q.shape[0], partial(_products, q, do, k, v, rule), finish)
 
     def end():
         dq[...] = (acc[...] * rule.scale).astype(dq.dtype)
@@ -133,7 +142,11 @@ def _dq_kernel(pairs, starts, q_ids, k_ids, q, do, lse, delta, k, v, k_lanes, dq
 def _dkv_kernel(
     pairs, starts, q_ids, k_ids, q, do, lse, delta, k, v, dk, dv, dk_acc, dv_acc, *, rule
 ):
-    """Blocks: q, do [G, D, bq]; lse, delta [G, bq]; k, v, dk, dv [bk, D]."""
+    """Blocks: q, do [G, D, bq]; lse, delta [G, bq]; k, v [bk, D]; dk, dv [D, bk].
+
+    Keys lie along the lanes of what is summed: a product has D rows then, not bk rows of D,
+    which leave half of a 256-wide matrix unit idle.
+    """
 
     def begin():
         dk_acc[...] = jnp.zeros_like(dk_acc)
@@ -141,10 +154,13 @@ def _dkv_kernel(
 
     def visit(masked):
         sees = visible(q_ids, k_ids, rule) if masked else None
-        for g in range(q.shape[0]):
-            p, ds = _weights(g, sees, q, do, lse, delta, k, v, rule)
-            dv_acc[...] += dot(p.astype(do.dtype), do[g], (1, 1), rule)
-            dk_acc[...] += dot(ds.astype(q.dtype), q[g], (1, 1), rule)
+
+        def finish(g, products):
+            p, ds = _weights(g, products, sees, lse, delta, rule)
+            dv_acc[...] += dot(do[g], p.astype(do.dtype), (1, 1), rule)
+            dk_acc[...] += dot(q[g], ds.astype(q.dtype), (1, 1), rule)
+
+        each_head(q.shape[0], partial(_products, q, do, k, v, rule), finish)
 
     def end():
         dk[...] = (dk_acc[...] * rule.scale).astype(dk.dtype)

@@ -135,13 +135,11 @@ def visible(q_ids: Any, k_ids: Any, rule: Rule) -> Array:
     return sees & (q_ids[1:2, :] <= k_id) if rule.windowed else sees
 
 
-def scores(k: Array, q: Array, rule: Rule) -> tuple[Array, Array | None]:
-    """Scores [bk, bq] in base 2 of keys [bk, D] and queries [D, bq], and what a cap leaves
-    of their slope."""
-    raw = dot(k, q, (1, 0), rule)
+def scores(products: Array, rule: Rule) -> tuple[Array, Array | None]:
+    """Scores in base 2 of products of keys and queries, and what a cap leaves of their slope."""
     if rule.softcap is None:
-        return raw * (rule.scale * LOG2E), None
-    tanh = jnp.tanh(raw * (rule.scale / rule.softcap))
+        return products * (rule.scale * LOG2E), None
+    tanh = jnp.tanh(products * (rule.scale / rule.softcap))
     return tanh * (rule.softcap * LOG2E), 1 - tanh * tanh
 
 
@@ -168,6 +166,18 @@ def each_pair(
     pl.when(n + 1 == starts[line + 1])(end)
 
 
+def each_head(heads: int, products: Callable, finish: Callable) -> None:
+    """Runs ``finish(g, products(g))`` for every query head g of a pair.
+
+    The products of a head are issued before the finish of the head before it, so that the
+    matrix unit works while exponentials are taken.
+    """
+    ahead = products(0)
+    for g in range(heads):
+        now, ahead = ahead, products(g + 1) if g + 1 < heads else None
+        finish(g, now)
+
+
 def run_walk(
     kernel: Callable,
     name: str,
@@ -189,7 +199,7 @@ def run_walk(
     steps, area = size.kv * walk.pairs.shape[0], size.group * size.bq * size.bk
     blocks = [*inputs, *outputs]
     spent = 2 * sum(map(_block_bytes, blocks)) + sum(padded_bytes(x, 4) for x in scratch)
-    vmem = spent + 4 * padded_bytes((size.bk, size.bq), 4) + 2 * MIB
+    vmem = spent + 6 * padded_bytes((size.bk, size.bq), 4) + 2 * MIB
     if not interpret:
         _check_memory(vmem, 4 * (walk.pairs.shape[0] + walk.starts.shape[0]), size)
     return pl.pallas_call(
