@@ -34,6 +34,16 @@ class CostModel:
         """Of sizes [..., 5]."""
         return np.asarray(sizes, np.float64) @ np.array(astuple(self))
 
+    def without_tiles(self, side: int) -> "CostModel":
+        """As much for large trees, by sizes that add up over pieces of a tree: an area of
+        tiles, and a tile that is half in vain for each row of them."""
+        return CostModel(
+            launch=self.launch,
+            token=self.token + self.tile / side,
+            area=self.area + self.tile / side**2,
+            edge=self.edge,
+        )
+
 
 BY_TOKENS = CostModel(token=1.0)
 

@@ -18,7 +18,8 @@ EQUAL = 1e-9  # costs that differ by less are equal
 
 
 class Tree:
-    """Running totals over the tree [lo, hi) of a forest, from which any piece is priced."""
+    """Running totals over whole trees [lo, hi) of a forest, from which any piece is priced,
+    live tiles aside: see `CostModel.without_tiles`. Only a single tree can be cut."""
 
     def __init__(self, forest: PackedTree, lo: int, hi: int, cost: CostModel):
         self.lo, self.hi = lo, hi

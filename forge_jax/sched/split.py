@@ -5,52 +5,92 @@ fit: what shares a token is computed once. The invariant: every occurrence is in
 one micro-batch, with its whole context.
 """
 
-import heapq
-
 import numpy as np
 
+from forge_jax.sched.assign import assign
 from forge_jax.sched.cost import BY_TOKENS, CostModel
-from forge_jax.sched.cut import Tree, ancestors, carries
+from forge_jax.sched.cut import SLACK, Tree, ancestors, carries
 from forge_jax.types import CarriedTree, MicroBatch, PackedTree
 
+BALANCE = 1.05  # of the mean cost, that the dearest of the micro-batches of all ranks may have
+FINER = (1, 2, 4, 8)  # pieces an even micro-batch would have, where trees are cut for balance
 
-def split(forest: PackedTree, budget: int, cost: CostModel = BY_TOKENS) -> list[MicroBatch]:
+
+def split(
+    forest: PackedTree, budget: int, cost: CostModel = BY_TOKENS, ranks: int = 1
+) -> list[MicroBatch]:
     """Micro-batches of at most `budget` tokens.
 
     A tree that is larger is cut between its leaves into pieces that take copies of their
     ancestors along; where one path is larger, or copies cost too much, it is carried: see
     `cut.carries`. Trees and pieces are spread evenly over as few micro-batches as hold
     them, which keeps their sizes alike.
+
+    With several `ranks`, that compute one micro-batch each at a time, the number of those
+    that are not carried is a multiple of `ranks`, and smaller trees are cut too, the
+    largest first, until the dearest micro-batch is within `BALANCE` of the mean cost or
+    finer pieces make it no cheaper.
+    """
+    pieces = Tree(forest, 0, forest.n_tokens, cost)
+    start, alone = _pieces(forest, budget, cost, np.inf)
+    part = _spread(forest, start, alone, pieces, budget, ranks)
+    even, dearest = _dearest(pieces.pieces(start)[~alone], part[~alone], ranks)
+    for finer in FINER if ranks > 1 else ():
+        if dearest <= BALANCE * even:
+            break
+        tried, tried_alone = _pieces(forest, budget, cost, even / finer)
+        tried_part = _spread(forest, tried, tried_alone, pieces, budget, ranks)
+        price = pieces.pieces(tried)[~tried_alone]
+        _, tried_dearest = _dearest(price, tried_part[~tried_alone], ranks)
+        if tried_dearest < dearest:
+            start, alone, part, dearest = tried, tried_alone, tried_part, tried_dearest
+    whole = int(part[~alone].max(initial=-1)) + 1
+    parts = divide(forest, start, part)
+    return [*parts[:whole], *(_carried(tree, budget) for tree in parts[whole:])]
+
+
+def _pieces(
+    forest: PackedTree, budget: int, cost: CostModel, dearest: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """First tokens of the pieces, ascending, and which of those are trees to be carried.
+
+    A tree beyond `budget`, or dearer than `dearest`, is cut.
     """
     index = np.arange(forest.n_tokens)
     heads = index[forest.parent[: forest.n_tokens] == index]
-    starts, carried = [], []
-    for lo, hi in zip(heads.tolist(), forest.exit[heads].tolist(), strict=True):
-        cuts = np.array([lo])
-        if hi - lo > budget:
+    price = Tree(forest, 0, forest.n_tokens, cost).pieces(heads)
+    starts, alone = [], []
+    for lo, hi, seconds in zip(heads.tolist(), forest.exit[heads].tolist(), price, strict=True):
+        cuts, carried = np.array([lo]), False
+        if hi - lo > budget or seconds > dearest:
             tree = Tree(forest, lo, hi, cost)
-            found = tree.cut(budget)
-            if found is None or carries(tree, found):
-                carried.append(lo)
-            else:
-                cuts = found
+            parts = 1 if dearest == np.inf else int(-(-seconds // dearest))
+            slack = SLACK if dearest == np.inf else 1.0
+            found = tree.cut(budget, parts, slack)
+            carried = hi - lo > budget and (found is None or carries(tree, found))
+            cuts = cuts if found is None or carried else found
         starts.append(cuts)
-    return regroup(forest, np.concatenate(starts), np.array(carried, np.int64), budget)
+        alone.append(np.full(len(cuts), carried))
+    return np.concatenate(starts), np.concatenate(alone)
 
 
-def regroup(
-    forest: PackedTree, start: np.ndarray, carried: np.ndarray, budget: int
-) -> list[MicroBatch]:
-    """Micro-batches of the pieces that begin at `start`, ascending; trees that begin at
-    `carried` are one each."""
+def _spread(
+    forest: PackedTree, start: np.ndarray, alone: np.ndarray, pieces: Tree, budget: int, ranks: int
+) -> np.ndarray:
+    """Part of each piece; those that are `alone` come last, a part for each."""
     size = np.diff(start, append=forest.n_tokens) + forest.depth[start]
-    alone = np.isin(start, carried)
+    load = size if ranks == 1 else pieces.pieces(start)
     part = np.empty(len(start), np.int64)
-    part[~alone] = spread(size[~alone], budget)
-    whole = int(part[~alone].max(initial=-1)) + 1
-    part[alone] = whole + np.arange(alone.sum())
-    parts = divide(forest, start, part)
-    return [*parts[:whole], *(_carried(tree, budget) for tree in parts[whole:])]
+    part[~alone] = spread(size[~alone], load[~alone], budget, ranks)
+    part[alone] = part[~alone].max(initial=-1) + 1 + np.arange(alone.sum())
+    return part
+
+
+def _dearest(price: np.ndarray, part: np.ndarray, ranks: int) -> tuple[float, float]:
+    """Mean and largest cost of the parts, of which every rank has as many."""
+    each = -(-(int(part.max(initial=-1)) + 1) // ranks)
+    load = np.bincount(part, weights=price, minlength=max(each, 1) * ranks)
+    return float(load.mean()), float(load.max())
 
 
 def _carried(tree: PackedTree, budget: int) -> CarriedTree:
@@ -59,21 +99,17 @@ def _carried(tree: PackedTree, budget: int) -> CarriedTree:
     return CarriedTree(tree=tree, block=-(-tree.n_tokens // blocks))
 
 
-def spread(size: np.ndarray, budget: int) -> np.ndarray:
-    """Part i64[P] of each piece, of which none is beyond the budget: in order of their size
-    each goes to the emptiest part, and there are as few parts as that allows."""
-    part = np.zeros(len(size), np.int64)
-    order = np.argsort(-size, kind="stable")
+def spread(size: np.ndarray, load: np.ndarray, budget: int, ranks: int = 1) -> np.ndarray:
+    """Part i64[P] of each piece such that the loads are even and no part has more than
+    `budget` tokens, as no piece has; as few parts as that allows, a multiple of `ranks`."""
     # Two that are larger than half the budget never share a part.
     parts = max(int(-(-size.sum() // budget)), int((2 * size > budget).sum()), 1)
+    parts = -(-parts // ranks) * ranks
     while True:
-        heap = [(0, i) for i in range(parts)]
-        for piece, tokens in zip(order.tolist(), size[order].tolist(), strict=True):
-            load, part[piece] = heap[0]
-            heapq.heapreplace(heap, (load + tokens, int(part[piece])))
-        if max(load for load, _ in heap) <= budget:
+        part = assign(load, parts)
+        if np.bincount(part, weights=size, minlength=1).max() <= budget:
             return part
-        parts += 1
+        parts += ranks
 
 
 def divide(forest: PackedTree, start: np.ndarray, part: np.ndarray) -> list[PackedTree]:
