@@ -8,15 +8,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from forge_jax.attention.kernels import mosaic_tpu
+from forge_jax.attention.kernels import mosaic_gpu, mosaic_tpu
 from forge_jax.attention.kernels.xla_scan import scan_attention
 from forge_jax.attention.plan import TilePlan, padded_length
 from forge_jax.attention.reference import reference_attention
 from forge_jax.attention.tiles import Tiles
 from forge_jax.config import UserError
 
-IMPLEMENTATIONS = ("auto", "xla", "mosaic_tpu", "reference")
-BY_PLATFORM = {"cpu": "xla", "tpu": "mosaic_tpu"}
+IMPLEMENTATIONS = ("auto", "xla", "mosaic_tpu", "mosaic_gpu", "reference")
+BY_PLATFORM = {"cpu": "xla", "tpu": "mosaic_tpu", "gpu": "mosaic_gpu"}
+KERNELS = {
+    "xla": scan_attention,
+    "mosaic_tpu": mosaic_tpu.attention,
+    "mosaic_gpu": mosaic_gpu.attention,
+}
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
 
 
@@ -47,7 +52,8 @@ def layout_of(implementation: str) -> str:
 
 def default_tile(implementation: str) -> tuple[int, int]:
     """Queries and keys of a tile that suit an implementation."""
-    return {"mosaic_tpu": mosaic_tpu.TILE}.get(resolve(implementation), (64, 64))
+    tiles = {"mosaic_tpu": mosaic_tpu.TILE, "mosaic_gpu": mosaic_gpu.TILE}
+    return tiles.get(resolve(implementation), (64, 64))
 
 
 def tree_attention(
@@ -68,8 +74,9 @@ def tree_attention(
     dtype, and their gradients are as wide as they are. With a `softcap` c a score s becomes
     ``c tanh(s / c)`` (arXiv 2408.00118).
 
-    "xla" is the live-tile scan, for any device; "mosaic_tpu" are kernels for TPUs; "reference"
-    is dense, for small inputs; "auto" is the fastest for the default device.
+    "xla" is the live-tile scan, for any device; "mosaic_tpu" and "mosaic_gpu" are kernels for
+    TPUs and for Hopper GPUs; "reference" is dense, for small inputs; "auto" is the fastest for
+    the default device.
     Raises UserError for an unknown implementation, NotImplementedError for an unsupported
     dtype, ValueError where shapes disagree with each other or the plan, or the plan is not
     laid out for the implementation.
@@ -78,8 +85,7 @@ def tree_attention(
     _check(q, k, v, plan, chosen)
     if chosen == "reference":
         return _dense(q, k, v, plan, scale, softcap)
-    kernel = mosaic_tpu.attention if chosen == "mosaic_tpu" else scan_attention
-    return kernel(q, k, v, plan, scale=scale, softcap=softcap)
+    return KERNELS[chosen](q, k, v, plan, scale=scale, softcap=softcap)
 
 
 def _dense(
