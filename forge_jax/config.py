@@ -185,12 +185,14 @@ class EvalConfig:
 class MeshConfig:
     """Devices that the trainer and the engine share; the product is how many are used."""
 
+    data: int = 1  # micro-batches that an update computes at once
     fsdp: int = 1  # parts into which weights are cut along their input side
-    tensor: int = 1  # parts into which they are cut along heads and hidden units
+    context: int = 1  # parts into which the tokens of a micro-batch are cut
+    tensor: int = 1  # parts into which weights are cut along heads, hidden units and vocabulary
 
     def __post_init__(self) -> None:
-        check(self.fsdp >= 1, f"fsdp={self.fsdp} must be at least 1")
-        check(self.tensor >= 1, f"tensor={self.tensor} must be at least 1")
+        for name in ("data", "fsdp", "context", "tensor"):
+            check(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)

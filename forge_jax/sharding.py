@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, Sharding
 
-from forge_jax.config import UserError
+from forge_jax.config import MeshConfig, UserError
 from forge_jax.trees import is_param
 
 # Logical axis -> mesh axis. "fsdp" cuts weights along their input side, "tensor" along heads
@@ -43,12 +43,17 @@ def make_mesh(data: int = 1, fsdp: int = 1, context: int = 1, tensor: int = 1) -
     )
 
 
+def mesh_from(cfg: MeshConfig) -> jax.sharding.Mesh:
+    """`make_mesh` of a configuration."""
+    return make_mesh(data=cfg.data, fsdp=cfg.fsdp, context=cfg.context, tensor=cfg.tensor)
+
+
 def mesh_of(arrays: Any) -> jax.sharding.Mesh | None:
     """The mesh that a pytree of arrays is on; None where that is one device."""
     first = jax.tree.leaves(arrays)[0]
-    if not isinstance(first, jax.Array) or not isinstance(first.sharding, NamedSharding):
-        return None
-    return first.sharding.mesh if first.sharding.mesh.size > 1 else None
+    where = first.sharding if isinstance(first, jax.Array) else None
+    mesh = where.mesh if isinstance(where, NamedSharding) else None
+    return mesh if isinstance(mesh, jax.sharding.Mesh) and mesh.size > 1 else None
 
 
 def shardings(layout: Any, mesh: jax.sharding.Mesh) -> Any:

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from forge_jax.rl.step import StepConfig, Updated, logprobs, scatter
+from forge_jax.rl.parallel import logprobs
+from forge_jax.rl.step import StepConfig, Updated, scatter
 from forge_jax.types import MicroBatch, Sample, Turn
 
 
@@ -74,9 +75,8 @@ def recomputed(
 ) -> np.ndarray:
     """Log-probs f32[L] under `params`, each in its token's place among the samples."""
     logp = np.zeros(length, np.float32)
-    for tree in trees:
-        for index, found in logprobs(params, tree, cfg):
-            logp[index[index >= 0]] = np.asarray(found)[index >= 0]
+    for index, found in logprobs(params, trees, cfg):
+        logp[index[index >= 0]] = np.asarray(found)[index >= 0]
     return logp
 
 

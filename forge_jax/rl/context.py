@@ -33,7 +33,9 @@ def share(tree: PackedTree, ranks: int, length: int, chunk: int) -> Shares:
     """
     source = tree.parent[tree.edge_token[: tree.n_edges]]
     area, edges = np.zeros((2, ranks * length))
-    area[: tree.n_tokens] = tree.depth[: tree.n_tokens] + 1.0
+    query = np.arange(tree.n_tokens)
+    gone = np.searchsorted(np.sort(tree.exit[: tree.n_tokens]), query, side="right")
+    area[: tree.n_tokens] = query + 1 - gone  # the tokens so far, but those whose subtree ended
     np.add.at(edges, source, 1.0)
     load = np.stack([x.reshape(-1, chunk).sum(1) for x in (area, edges)], axis=1)
     dealt = deal(load, ranks)

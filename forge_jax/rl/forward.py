@@ -14,11 +14,12 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from forge_jax.attention.plan import TilePlan, tree_plan
-from forge_jax.attention.tree import layout_of, tree_attention
+from forge_jax.attention.tree import layout_of
 from forge_jax.config import OptimConfig
 from forge_jax.models import transformer
 from forge_jax.models.config import ModelConfig
 from forge_jax.rl.context import whole
+from forge_jax.rl.heads import cut_attention
 from forge_jax.rl.logprob import cut_edge_logprob, edge_logprob
 from forge_jax.rl.losses import Loss, Metrics, cispo, measure
 from forge_jax.sched.ladder import bucket
@@ -104,7 +105,7 @@ def occurrences(
         if cache is not None:
             (keys, values), cache = cache, (k.astype(cache[0].dtype), v.astype(cache[1].dtype))
             k, v = jnp.concatenate([keys, cache[0]]), jnp.concatenate([values, cache[1]])
-        o, _ = tree_attention(q, k, v, batch.plan, scale=scale, implementation=cfg.attention)
+        o = cut_attention(q, k, v, batch.plan, scale=scale, implementation=cfg.attention, axes=axes)
         return o, cache
 
     layers = jax.tree.map(lambda p: p.astype(cfg.dtype), params)

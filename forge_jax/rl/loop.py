@@ -16,13 +16,16 @@ from typing import Any
 from forge_jax.config import TrainConfig
 from forge_jax.rl.audit import Audit
 from forge_jax.rl.collect import Collector, Taken
+from forge_jax.rl.costs import observe, prior
 from forge_jax.rl.credit import group_samples
 from forge_jax.rl.measure import batch_row, episode_row
+from forge_jax.rl.parallel import update
 from forge_jax.rl.state import TrainState
-from forge_jax.rl.step import StepConfig, update
+from forge_jax.rl.step import StepConfig
 from forge_jax.rollout.engine import RolloutEngine
+from forge_jax.sched.cost import CostModel, Fit
 from forge_jax.sched.pack import micro_batches
-from forge_jax.types import PackedTree, Sample, Turn
+from forge_jax.types import MicroBatch, Sample, Turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +34,7 @@ class Prepared:
 
     samples: tuple[Sample, ...]
     turns: tuple[Turn, ...]  # the call each sample is of
-    trees: tuple[PackedTree, ...]
+    trees: tuple[MicroBatch, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +47,13 @@ class Step:
     row: dict[str, Any]  # its line of metrics.jsonl
 
 
-def prepare(taken: Sequence[Taken], cfg: TrainConfig) -> Prepared:
+def prepare(taken: Sequence[Taken], cfg: TrainConfig, cost: CostModel) -> Prepared:
     """Scores, merges and packs the consumed items; their order does not depend on which
-    finished first."""
+    finished first, and what `cost` decides changes no result but by rounding."""
     ordered = sorted(taken, key=lambda item: item.number)
     pairs = [pair for item in ordered for pair in group_samples(item.episodes)]
     samples = tuple(sample for sample, _ in pairs)
-    trees = tuple(micro_batches(samples, "tree", cfg.pack))
+    trees = tuple(micro_batches(samples, "tree", cfg.pack, cost, cfg.mesh))
     return Prepared(samples=samples, turns=tuple(turn for _, turn in pairs), trees=trees)
 
 
@@ -71,7 +74,7 @@ async def reinforce(
     in flight at the end is cancelled.
     """
     loop = asyncio.get_running_loop()
-    audit = Audit(cfg.audit_versions)
+    audit, costs = Audit(cfg.audit_versions), Fit(prior(step_cfg.model))
     await loop.run_in_executor(device, audit.remember, first - 1, state.params)
     async with asyncio.TaskGroup() as workers:
         collector.resume(workers)
@@ -80,9 +83,9 @@ async def reinforce(
             began = time.monotonic()
             taken = await collector.take(cfg.sched.batch, workers, refill=not cfg.sched.synchronous)
             collected = time.monotonic()
-            batch = await asyncio.to_thread(prepare, taken, cfg)
+            batch = await asyncio.to_thread(prepare, taken, cfg, costs.model())
             state, trained = await loop.run_in_executor(
-                device, train_step, state, batch, step, step_cfg, audit
+                device, train_step, state, batch, step, step_cfg, audit, costs
             )
             await engine.swap(step, state.params)
             row = {"step": step} | episode_row(taken) | batch_row(batch.samples, batch.trees)
@@ -96,10 +99,11 @@ async def reinforce(
 
 
 def train_step(
-    state: TrainState, batch: Prepared, step: int, cfg: StepConfig, audit: Audit
+    state: TrainState, batch: Prepared, step: int, cfg: StepConfig, audit: Audit, costs: Fit
 ) -> tuple[TrainState, dict[str, Any]]:
     """The update, and what it says of itself; a batch without a trained token changes nothing."""
     state, done = update(state, batch.trees, cfg)
+    observe(costs, batch.trees, done, cfg.tile)
     row: dict[str, Any] = {"stepped": done.stepped}
     if done.stepped:
         row |= {"loss": done.loss, "grad_norm": done.grad_norm} | done.metrics

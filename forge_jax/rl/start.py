@@ -20,7 +20,7 @@ from forge_jax.rl.measure import Totals
 from forge_jax.rl.state import TrainState, create
 from forge_jax.rl.step import StepConfig, Updated
 from forge_jax.rl.warm import warm_start
-from forge_jax.sharding import make_mesh, shardings
+from forge_jax.sharding import mesh_from, shardings
 
 WARM_CHECKPOINT_EVERY = 100  # steps of the warm start
 
@@ -43,8 +43,7 @@ def beginning(
     Consumes the weights of `model`. Raises UserError if there are fewer devices than the mesh
     wants, or a checkpoint cannot be read.
     """
-    mesh = make_mesh(fsdp=cfg.mesh.fsdp, tensor=cfg.mesh.tensor)
-    params = jax.device_put(model.params, shardings(layout(model.cfg), mesh))
+    params = jax.device_put(model.params, shardings(layout(model.cfg), mesh_from(cfg.mesh)))
     step = checkpoints.latest()
     if step is None:
         params = warm_params(cfg, model, params, folder, bars)

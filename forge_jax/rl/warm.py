@@ -13,10 +13,12 @@ import numpy as np
 from forge_jax.agents.families import family_of
 from forge_jax.config import TrainConfig
 from forge_jax.models.chat import Chat
+from forge_jax.rl.parallel import update
+from forge_jax.rl.prefetch import prefetch
 from forge_jax.rl.state import TrainState
-from forge_jax.rl.step import StepConfig, Updated, update
+from forge_jax.rl.step import StepConfig, Updated
 from forge_jax.sched.pack import micro_batches
-from forge_jax.types import Sample
+from forge_jax.types import MicroBatch, Sample
 
 
 def warm_start(
@@ -29,9 +31,14 @@ def warm_start(
     on_step: Callable[[int, TrainState, Updated], None],
 ) -> TrainState:
     """Steps `first` to `cfg.warm.steps` of imitation; `on_step` is called after each."""
-    for step in range(first, cfg.warm.steps + 1):
+
+    def plan(step: int) -> list[MicroBatch]:
         samples = scripted_samples(cfg.task, chat, cfg.warm.batch, cfg.seed, step)
-        state, done = update(state, micro_batches(samples, "tree", cfg.pack), step_cfg)
+        return micro_batches(samples, "tree", cfg.pack, mesh=cfg.mesh)
+
+    steps = range(first, cfg.warm.steps + 1)
+    for step, trees in zip(steps, prefetch(plan, steps), strict=True):
+        state, done = update(state, trees, step_cfg)
         on_step(step, state, done)
     return state
 

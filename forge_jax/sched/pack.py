@@ -6,34 +6,43 @@ drawn from a short ladder, so that few shapes are ever compiled.
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
-from forge_jax.config import PackConfig
+from forge_jax.config import MeshConfig, PackConfig
 from forge_jax.sched.cost import BY_TOKENS, CostModel
 from forge_jax.sched.ladder import OCCURRENCES_GROWTH, bucket, edges_rung, round_up
 from forge_jax.sched.merge import merge
 from forge_jax.sched.split import forest_of, split
 from forge_jax.types import CarriedTree, MicroBatch, PackedTree, Sample
 
+ONE_DEVICE = MeshConfig()
 SMALLEST_TILES = 4  # tiles of the smallest micro-batch
 WASTE = 1.02  # padded over real tokens, up to which parts of other sizes share one
 EDGES_GROWTH = 4  # rungs of tokens to one of edges, which at most doubles
 
 
 def micro_batches(
-    samples: Sequence[Sample], mode: str, cfg: PackConfig, cost: CostModel = BY_TOKENS
+    samples: Sequence[Sample],
+    mode: str,
+    cfg: PackConfig,
+    cost: CostModel = BY_TOKENS,
+    mesh: MeshConfig = ONE_DEVICE,
 ) -> list[MicroBatch]:
     """The padded micro-batches of one step, none above the budget; none for no samples.
 
+    The budget is that of each rank which the tokens of a micro-batch are cut over, and there
+    are as many micro-batches as keep every place of the data axis busy, if trees suffice.
     A tree beyond the budget is cut or carried, whichever is cheaper by `cost`: see `split`.
     `occurrence_sample` and `occurrence_index` count over all of `samples`. Raises
     ValueError as `merge` does.
     """
     if not samples:
         return []
-    parts = split(merge(samples, mode), cfg.budget, cost)
+    cfg = replace(cfg, budget=cfg.budget * mesh.context)
+    parts = split(merge(samples, mode), cfg.budget, cost.without_tiles(cfg.tile), mesh.data)
     packed = [part for part in parts if isinstance(part, PackedTree)]
     shapes = iter(_shapes(packed, cfg))
     return [

@@ -12,8 +12,9 @@ from synthetic import accidents
 
 from forge_jax.config import OptimConfig, UserError
 from forge_jax.models.transformer import layout
+from forge_jax.rl.forward import StepConfig
+from forge_jax.rl.parallel import update
 from forge_jax.rl.state import create
-from forge_jax.rl.step import StepConfig, update
 from forge_jax.sharding import make_mesh, shardings
 
 CFG = StepConfig(model=MODEL, ratio_cap=1.5, dtype="float64")

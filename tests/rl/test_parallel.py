@@ -1,0 +1,210 @@
+"""An update on a mesh is that of one device, whatever is cut over how many ranks."""
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from small_policy import MODEL, parameters
+from synthetic import accidents, agentic
+from test_step import assert_close, precision, total_length
+
+from forge_jax.attention.plan import executed_pairs
+from forge_jax.config import PackConfig
+from forge_jax.models.transformer import layout
+from forge_jax.rl import parallel, step
+from forge_jax.rl.context import deal
+from forge_jax.rl.forward import StepConfig
+from forge_jax.rl.losses import cispo
+from forge_jax.rl.rows import Row, lay_out, rows
+from forge_jax.sched.merge import merge
+from forge_jax.sched.pack import micro_batches, pad
+from forge_jax.sharding import make_mesh, shardings
+from forge_jax.trees import is_param
+from forge_jax.types import PackedTree
+
+CFG = StepConfig(model=MODEL, ratio_cap=1.5, tile=64)
+TILE = 16  # on meshes: other tiles than the reference has
+FAST = [{"data": 2, "context": 4}, {"data": 4, "context": 2}]
+SLOW = [
+    {"data": 8},
+    {"context": 8},
+    {"data": 2, "context": 2, "tensor": 2},
+    {"fsdp": 2, "context": 2, "tensor": 2},
+]
+MESHES = [*FAST, *(pytest.param(axes, marks=pytest.mark.slow) for axes in SLOW)]
+FORESTS = [
+    accidents(3, MODEL.vocab, temperatures=(1.0, 0.75)),
+    agentic(0, MODEL.vocab),
+    agentic(1, MODEL.vocab, forget=3),
+]
+SAMPLES = [sample for forest in FORESTS for sample in forest]
+
+
+@cache
+def trees() -> list[PackedTree]:
+    """A micro-batch for each forest, of one shape: three, which no data axis here divides."""
+    made, before = [], 0
+    for forest in FORESTS:
+        tree = merge(forest)
+        moved = dataclasses.replace(tree, occurrence_index=tree.occurrence_index + before)
+        made.append(pad(moved, 192, 192, 192))
+        before += total_length(forest)
+    return made
+
+
+def computed(cfg: StepConfig, axes: dict[str, int], batch: list[PackedTree]) -> dict[str, Any]:
+    """Loss, log-probs at their places, metrics and every gradient, as numpy."""
+    params = parameters(cfg.dtype)
+    if axes:
+        params = jax.device_put(params, shardings(layout(MODEL), make_mesh(**axes)))
+    found = parallel.gather(params, batch, cfg)
+    logp = step.scatter(found.logp, found.index, total_length(SAMPLES))
+    return {
+        "loss": found.loss,
+        "logp": logp,
+        "metrics": found.metrics.values(),
+        "grads": jax.device_get(found.grads),
+    }
+
+
+@cache
+def one_device(dtype: str) -> dict[str, Any]:
+    return computed(dataclasses.replace(CFG, dtype=dtype), {}, trees())
+
+
+def on_mesh(dtype: str) -> StepConfig:
+    return dataclasses.replace(CFG, dtype=dtype, tile=TILE)
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_a_mesh_computes_what_one_device_does(axes: dict[str, int]) -> None:
+    with precision("float64"):
+        assert_close(computed(on_mesh("float64"), axes, trees()), one_device("float64"), 1e-10)
+
+
+def test_float32_on_a_mesh_is_as_near_as_on_one_device() -> None:
+    with precision("float64"):
+        wanted = one_device("float64")
+    assert_close(computed(on_mesh("float32"), FAST[0], trees()), wanted, 1e-5)
+
+
+def test_positions_are_depths_wherever_a_token_is_computed() -> None:
+    placed = [
+        dataclasses.replace(tree, depth=np.arange(len(tree.tokens), dtype=np.int32))
+        for tree in trees()
+    ]
+    with precision("float64"):
+        wrong, right = (
+            computed(on_mesh("float64"), FAST[0], x)["grads"] for x in (placed, trees())
+        )
+    error, norm = (
+        np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(x)))
+        for x in (jax.tree.map(np.subtract, wrong, right), right)
+    )
+    assert error > 0.05 * norm
+
+
+def test_a_row_of_nothing_adds_nothing() -> None:
+    few = trees()[:1]  # the other place of the data axis has no micro-batch at all
+    with precision("float64"):
+        found = computed(on_mesh("float64"), FAST[0], few)
+        wanted = computed(dataclasses.replace(CFG, dtype="float64"), {}, few)
+    assert_close(found, wanted, 1e-10)
+
+
+def real_forest(seed: int) -> PackedTree:
+    """A group as agents make it: a long system prompt, rollouts of many turns."""
+    samples = agentic(
+        seed, 1000, rollouts=8, turns=20, system=700, observation=90, action=40, forget=20
+    )
+    [tree] = micro_batches(samples, "tree", PackConfig(budget=1 << 20))
+    assert isinstance(tree, PackedTree)
+    return tree
+
+
+def loads(row: Row) -> np.ndarray:
+    """(tokens, visible pairs, edges, pairs in the tiles visited) of each rank of a row."""
+    places, ranks = row.batch.tokens.shape[:2]
+    found = np.zeros((places, ranks, 4))
+    for at in np.ndindex(places, ranks):
+        batch = jax.tree.map(lambda x, at=at: x[at], row.batch)
+        found[at] = (
+            len(batch.tokens),
+            # What is padding has depth 0, and so does the first token of all.
+            (batch.depth + 1)[batch.depth > 0].sum(),
+            (batch.occurrence_edge.max() + 1),
+            executed_pairs(batch.plan),
+        )
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("seed", range(2))
+def test_ranks_of_a_tree_have_equal_shares(seed: int, ranks: int) -> None:
+    found = loads(lay_out([real_forest(seed)], ranks, CFG))
+    assert np.all(found.max(axis=1) <= 1.05 * found.mean(axis=1))
+
+
+def test_ranks_of_a_mesh_have_equal_shares_of_an_update() -> None:
+    parts = [real_forest(seed) for seed in range(8)]
+    assert len({part.n_tokens for part in parts}) > 1
+    found = sum(loads(lay_out(members, 2, CFG)) for members in rows(parts, 4, CFG))
+    assert np.all(found.max(axis=(0, 1)) <= 1.05 * found.mean(axis=(0, 1)))
+
+
+@pytest.mark.parametrize("kinds", [1, 2])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_chunk_is_dealt_once_and_each_rank_has_as_many(seed: int, kinds: int) -> None:
+    load = np.random.default_rng(seed).random((24, kinds)) ** 4
+    dealt = deal(load, 4)
+    assert dealt.shape == (4, 6)
+    assert np.array_equal(np.sort(dealt, axis=None), np.arange(24))
+    assert np.all(np.diff(dealt, axis=1) > 0)
+
+
+def test_many_batches_on_a_mesh_compile_a_few_times() -> None:
+    traces = []
+
+    def counted(logp: Any, old_logp: Any, advantage: Any, ratio_cap: float) -> Any:
+        traces.append(logp.shape)
+        return cispo(logp, old_logp, advantage, ratio_cap)
+
+    cfg = dataclasses.replace(CFG, loss=counted, tile=16)
+    mesh, params = make_mesh(**FAST[0]), parameters()
+    for seed in range(20):
+        samples = agentic(seed, MODEL.vocab, rollouts=12, turns=3)
+        parts = micro_batches(samples, "tree", PackConfig(tile=16, budget=256, bucket_ratio=2.0))
+        for members in rows(parts, mesh.shape["data"], cfg):
+            batch = lay_out(members, mesh.shape["context"], cfg).batch
+            parallel.gradients.eval_shape(params, batch, 1.0, cfg, mesh)
+    assert len(traces) <= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 1, 2, 1), (1, 1, 2, 2)])
+def test_compiles_for_tpus(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
+    pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed")
+    # Nothing is asked of a cloud, and other processes may compile at the same time.
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
+    axes = (jax.sharding.AxisType.Auto,) * 4
+    mesh = jax.make_mesh(shape, ("data", "fsdp", "context", "tensor"), axes, devices=devices)
+    model = dataclasses.replace(MODEL, embed=128, head_dim=128)
+    cfg = StepConfig(model=model, tile=128, attention="mosaic_tpu", dtype="bfloat16")
+    [members] = rows([pad(merge(FORESTS[1]), 512, 512, 512)], shape[0], cfg)
+    row = lay_out(members, shape[2], cfg)
+    params = jax.tree.map(
+        lambda p, where: jax.ShapeDtypeStruct(p.shape, np.float32, sharding=where),
+        layout(model),
+        shardings(layout(model), mesh),
+        is_leaf=is_param,
+    )
+    lowered = parallel.gradients.lower(params, row.batch, 1.0, cfg, mesh)
+    program = lowered.compile().as_text()
+    assert "tpu_custom_call" in program
+    assert "reduce-scatter" in program  # of the gradients of keys and values
