@@ -6,6 +6,7 @@ the whole step, fixed before micro-batching, so loss and gradient depend neither
 samples were merged nor on how trees were packed.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +39,7 @@ class Updated:
     metrics: dict[str, float]
     logp: np.ndarray  # f32[M] of every trained occurrence, under the weights before the update
     index: np.ndarray  # i64[M], their places in the concatenated samples
+    seconds: float  # wall time of gradients and metrics, the optimiser's aside
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,6 +51,7 @@ class Gathered:
     metrics: Metrics
     logp: np.ndarray  # as in `Updated`
     index: np.ndarray
+    seconds: float
 
 
 @partial(jax.jit, static_argnames=("cfg", "axes"))
@@ -125,6 +128,7 @@ def total(parts: Iterable[tuple[np.ndarray, Any, Metrics, Any, Any]], trained: i
     `gradients` of each micro-batch. Raises ValueError if `trained` is 0."""
     if trained == 0:
         raise ValueError("no trained occurrence in any micro-batch")
+    began = time.perf_counter()
     sums, found = None, []
     for index, grads, metrics, *each in parts:
         sums = (grads, metrics) if sums is None else _add(sums, (grads, metrics))
@@ -140,6 +144,7 @@ def total(parts: Iterable[tuple[np.ndarray, Any, Metrics, Any, Any]], trained: i
         metrics=sums[1],
         logp=logp,
         index=index,
+        seconds=time.perf_counter() - began,
     )
 
 
@@ -181,6 +186,7 @@ def update(
             metrics={},
             logp=np.zeros(0, np.float32),
             index=np.zeros(0, np.int64),
+            seconds=0.0,
         )
     found = gather(state.params, parts, cfg)
     state, norm = apply(state, found.grads, cfg.optim)
@@ -191,6 +197,7 @@ def update(
         metrics=found.metrics.values(),
         logp=found.logp,
         index=found.index,
+        seconds=found.seconds,
     )
 
 

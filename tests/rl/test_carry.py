@@ -7,14 +7,17 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from small_policy import MODEL, packed, parameters
-from synthetic import accidents, make_sample
+from synthetic import accidents, agentic, make_sample
 
 from forge_jax.config import PackConfig
 from forge_jax.rl import carry, step
+from forge_jax.rl.costs import observe, prior
 from forge_jax.rl.losses import cispo
-from forge_jax.rl.step import StepConfig
+from forge_jax.rl.step import StepConfig, Updated
 from forge_jax.sched.blocks import lay_out
+from forge_jax.sched.cost import Fit, sizes_of
 from forge_jax.sched.merge import merge
 from forge_jax.sched.pack import micro_batches
 from forge_jax.types import CarriedTree, MicroBatch, Sample
@@ -139,3 +142,24 @@ def test_long_trees_compile_a_few_times() -> None:
                 carry._gradients.eval_shape(params, batch, context, own, 1.0, cfg)
     # Blocks of 512 or of a rung or two below; for each, contexts of 1, 2, 4, 8 blocks.
     assert len(traces) <= 20
+
+
+def test_steps_teach_what_they_cost() -> None:
+    tree = packed(agentic(0, MODEL.vocab), "tree")
+    part = CarriedTree(tree=merge(branching(0)), block=16)
+    fit = Fit(prior(MODEL))
+    done = Updated(
+        stepped=True,
+        loss=0.0,
+        grad_norm=1.0,
+        metrics={},
+        logp=np.zeros(0),
+        index=np.zeros(0, np.int64),
+        seconds=3.0,
+    )
+    for trees, said in ([*tree, part], done), (tree, dataclasses.replace(done, stepped=False)):
+        observe(fit, trees, said, CFG.tile)
+        assert fit.model() == prior(MODEL)
+    observe(fit, tree * 2, done, CFG.tile)
+    sizes = sum(sizes_of(t, CFG.tile) for t in tree)
+    assert 2 * fit.model().seconds(sizes) == pytest.approx(3.0, rel=0.01)

@@ -217,6 +217,7 @@ def test_an_update_is_adamw_on_the_clipped_gradient() -> None:
     state, updated = step.update(create(parameters("float32"), optim), trees, cfg)
     assert updated.stepped
     assert int(state.step) == 1
+    assert updated.seconds > 0
     assert updated.grad_norm == pytest.approx(norm, rel=1e-5)
     assert updated.loss == pytest.approx(-updated.logp.mean(), rel=1e-5)
     # The first step of Adam is the sign of the gradient, at a quarter of the rate.
