@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from hydra.core.hydra_config import HydraConfig
 from rich.console import Console
 from rich.progress import Progress
@@ -50,6 +51,7 @@ def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
     if isinstance(mapping["workloads"], str):
         mapping["workloads"] = [mapping["workloads"]]
     cfg = load(BenchConfig, mapping)
+    jax.config.update("jax_platforms", "cpu")  # of this process; devices are for its children
     return run(cfg, Path(HydraConfig.get().runtime.output_dir))
 
 

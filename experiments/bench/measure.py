@@ -57,11 +57,12 @@ def measure_workload(
     works = {mode: work(merge(samples, mode)) for mode in MODES}
     load = [load_average()]
     with ExitStack() as stack:
-        children = {mode: stack.enter_context(bench.child(name, file, mode)) for mode in MODES}
+        children: dict[str, Child] = {}
         answers: dict[str, list[dict[str, Any]]] = {}
-        for mode, child in children.items():
+        for mode in MODES:
             bench.tell(f"{name}: compiling {mode}")
-            answers[mode] = [child.ask()]
+            children[mode] = stack.enter_context(bench.child(name, file, mode))
+            answers[mode] = [children[mode].ask()]
         agree(name, answers)
         rates, printed = _take_turns(bench, name, file, works, children, answers)
     row = make_row(name, works, bench.model, answers, statistics.median(rates))

@@ -121,9 +121,9 @@ def test_a_peer_is_compared_where_it_computes_the_same(tmp_path: Path) -> None:
     assert peer["printed"]["more"] == "x"
 
 
-@pytest.mark.parametrize(("key", "error"), [("loss", 3e-4), ("grad_norm", 1e-4)])
-def test_a_peer_that_disagrees_gets_no_ratio(key: str, error: float, tmp_path: Path) -> None:
-    off = GOOD | {key: GOOD[key] * (1 + error)}
+@pytest.mark.parametrize("key", ["loss", "grad_norm"])
+def test_a_peer_that_disagrees_gets_no_ratio(key: str, tmp_path: Path) -> None:
+    off = GOOD | {key: GOOD[key] * (1 + 2e-4)}
     peer = compared([ask(printing(off), tmp_path)], answer(1.0), 1.5)
     assert not peer["agrees"]
     assert "speedup" not in peer
