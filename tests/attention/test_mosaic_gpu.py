@@ -22,7 +22,7 @@ from jax.experimental import topologies
 from random_forests import depths, fixed, forest
 
 from forge_jax.attention.kernels.mosaic_gpu import TILE, attention
-from forge_jax.attention.plan import TilePlan, build_plan, tree_plan
+from forge_jax.attention.plan import TilePlan, build_plan, tree_plan, window_start
 from forge_jax.attention.reference import reference_attention
 
 try:
@@ -147,14 +147,18 @@ def test_compiles_for_hopper(monkeypatch, dtype, heads, kv, d, tile, window, sof
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "heads", "kv", "d", "tile", "window", "softcap"),
+    ("dtype", "heads", "queries", "keys", "d", "tile", "window", "softcap"),
     [
-        ("bfloat16", 2, 1, 32, (64, 64), 20, 3.0),
-        ("float16", 1, 1, 64, TILE, None, None),
+        ("bfloat16", 2, 64, 320, 32, (64, 64), 230, 3.0),  # more steps than a ring has slots
+        ("float16", 1, 130, 137, 64, TILE, None, None),  # two computing warpgroups
     ],
 )
-def test_equals_the_oracle(dtype, heads, kv, d, tile, window, softcap) -> None:
-    case = given(dtype, heads, kv, d, tile, window, n=tile[0] + 9)
+def test_equals_the_oracle(dtype, heads, queries, keys, d, tile, window, softcap) -> None:
+    first, ids = keys - queries, np.arange(keys, dtype=np.int32)
+    exit_ = np.append(np.full(first, keys, np.int32), first + forest(queries, seed=d))  # a trunk
+    horizon = window_start(depths(exit_), window)[first:] if window else None
+    plan = build_plan(ids[first:], ids, exit_, horizon, tile=tile, layout="tiles", bucket=fixed)
+    case = (*inputs(queries, keys, heads, 1, d, 0, dtype), plan)
     got = results(INTERPRETED, *case, softcap=softcap)
     assert got[0].dtype == got[2].dtype == got[3].dtype == jnp.dtype(dtype)
     assert got[1].dtype == jnp.float32
