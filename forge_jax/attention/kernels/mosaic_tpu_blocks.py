@@ -192,14 +192,11 @@ def run_walk(
 ) -> Any:
     """Runs `kernel` once a key head and live pair; `scratch` are shapes of float32 in VMEM.
 
-    `products` counts the matrix products of a pair. The cost told to XLA is an upper bound:
-    it counts the padding of the list, of which nothing runs, and a fetch of every block at
-    every pair.
+    `products` counts the matrix products of a pair and head.
     """
-    steps, area = size.kv * walk.pairs.shape[0], size.group * size.bq * size.bk
-    blocks = [*inputs, *outputs]
-    spent = 2 * sum(map(_block_bytes, blocks)) + sum(padded_bytes(x, 4) for x in scratch)
-    vmem = spent + 6 * padded_bytes((size.bk, size.bq), 4) + 2 * MIB
+    traffic = sum(map(_block_bytes, [*inputs, *outputs]))
+    # Blocks have two buffers each, and a few arrays of scores are under way.
+    vmem = 2 * traffic + sum(_padded_bytes(shape, 4) for shape in [*scratch, *6 * [size[-2:]]])
     if not interpret:
         _check_memory(vmem, 4 * (walk.pairs.shape[0] + walk.starts.shape[0]), size)
     return pl.pallas_call(
@@ -213,19 +210,27 @@ def run_walk(
         ),
         out_shape=[shape for _, shape in outputs],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=max(vmem, 16 * MIB)
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=max(vmem + 2 * MIB, 16 * MIB),
         ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * products * size.d * area * steps,
-            transcendentals=area * steps,
-            bytes_accessed=steps * sum(map(_block_bytes, blocks)),
-        ),
+        cost_estimate=_cost(walk, size, products, traffic),
         interpret=interpret,
         name=name,
     )(walk.pairs, walk.starts, *[x for _, x in inputs])
 
 
-def padded_bytes(shape: Sequence[int], itemsize: int) -> int:
+def _cost(walk: Walk, size: Size, products: int, traffic: int) -> pl.CostEstimate:
+    """An upper bound from shapes alone: the padding of the list counts, of which nothing runs,
+    as does a fetch of every block at every pair and the tanh of a cap."""
+    steps, area = size.kv * walk.pairs.shape[0], size.group * size.bq * size.bk
+    return pl.CostEstimate(
+        flops=2 * products * size.d * area * steps,
+        transcendentals=2 * area * steps,
+        bytes_accessed=traffic * steps,
+    )
+
+
+def _padded_bytes(shape: Sequence[int], itemsize: int) -> int:
     """What an array takes in VMEM, where its last two axes fill whole registers."""
     *outer, rows, columns = shape
     rows, columns = -(-rows // SUBLANES) * SUBLANES, -(-columns // LANES) * LANES
@@ -235,7 +240,7 @@ def padded_bytes(shape: Sequence[int], itemsize: int) -> int:
 def _block_bytes(block: tuple[pl.BlockSpec, Any]) -> int:
     spec, array = block
     shape = [side for side in spec.block_shape or () if isinstance(side, int)]
-    return padded_bytes(shape, array.dtype.itemsize)
+    return _padded_bytes(shape, array.dtype.itemsize)
 
 
 def _check_memory(vmem: int, smem: int, size: Size) -> None:
