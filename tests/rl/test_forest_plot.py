@@ -20,19 +20,19 @@ from forge_jax.rl.forest_plot import (
 )
 from forge_jax.sched.merge import merge
 
-TRAINED_LAST = (0, 0, 1)
-
 
 def test_every_token_knows_how_many_samples_train_below_it() -> None:
     rng = np.random.default_rng(0)
-    tokens = [[1, 2, 3], [1, 2, 3], [1, 2, 4], [1, 5, 6], [7, 8, 9]]
-    tree = merge([make_sample(rng, t, TRAINED_LAST) for t in tokens])
-    assert tree.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    paths = [[1, 2, 3], [1, 2, 3], [1, 2, 4], [1, 5, 6], [7, 8, 9], [7, 8, 9, 0]]
+    samples = [make_sample(rng, path, np.arange(len(path)) == len(path) - 1) for path in paths]
+    tree = merge(samples)
+    assert tree.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0]
     shared = sharing(tree)
-    assert shared.tolist() == [4, 3, 2, 1, 1, 1, 1, 1, 1]
+    assert shared.tolist() == [4, 3, 2, 1, 1, 1, 2, 2, 2, 1]
     start, stop = blocks(tree, shared)
-    assert list(zip(start, stop, strict=True)) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 6), (6, 9)]
-    assert np.flatnonzero(trained(tree)).tolist() == [2, 3, 5, 8]
+    found = list(zip(start.tolist(), stop.tolist(), strict=True))
+    assert found == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 6), (6, 9), (9, 10)]
+    assert np.flatnonzero(trained(tree)).tolist() == [2, 3, 5, 8, 9]
 
 
 @pytest.mark.parametrize("seed", range(4))
