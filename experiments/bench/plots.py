@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
@@ -67,6 +68,30 @@ def draw_context(path: Path, points: Sequence[Mapping[str, Any]]) -> None:
     axis.set_xlabel(f"tokens of a sample (about {points[0]['tokens']:,} in every update)")
     axis.set_ylabel("µs per token, whole update")
     axis.set_title("samples that share nothing; second half trained", fontsize=10)
+    axis.grid(alpha=0.25)
+    axis.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def draw_memory(
+    path: Path, found: Mapping[str, Mapping[str, Any]], jobs: Mapping[str, tuple[int, int]]
+) -> None:
+    """Memory of each process over its time, beside what the long path keeps for all blocks."""
+    figure = Figure(figsize=(7.5, 5), layout="constrained")
+    axis = figure.subplots()
+    for (name, (tokens, budget)), colour in zip(
+        jobs.items(), (IDEAL, CHAIN, "#e3a857", NONE), strict=True
+    ):
+        seconds, sizes = np.array(found[name]["memory"]).T
+        cut = "in one piece" if tokens == budget else f"in blocks of {budget:,}"
+        axis.plot(
+            seconds / seconds[-1], (sizes - sizes[0]) / 2**20, color=colour,
+            label=f"{tokens:,} tokens {cut}, {seconds[-1]:.0f} s",
+        )  # fmt: skip
+    kept = found["long"]["kept_bytes"] / 2**20
+    axis.axhline(kept, ls=":", color=NONE, label="keys, values and their gradients kept")
+    axis.set(xlabel="share of the process's time", ylabel="memory since its start, MiB")
+    axis.set_ylim(bottom=0)
     axis.grid(alpha=0.25)
     axis.legend(fontsize=8)
     figure.savefig(path, dpi=120)

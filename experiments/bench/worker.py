@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
@@ -66,7 +66,8 @@ def start(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     return updates(load(ReplayConfig, job["config"]))
 
 
-def main() -> None:
+def serve(start: Callable[[dict[str, Any]], Iterator[dict[str, Any]]]) -> None:
+    """Does the job that stdin names, a piece for each further line."""
     # What libraries print must not be taken for an answer.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -77,4 +78,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(start)

@@ -52,7 +52,7 @@ def gradients(
     blocks = lay_out(tree)
     last = len(blocks.edges) - 1
     numbers = [*range(last), *range(last, -1, -1)]
-    kept = _nothing(blocks, cfg, jnp.dtype(cfg.dtype))
+    kept = _nothing(blocks, cfg, cfg.dtype)
     d_kept = _nothing(blocks, cfg, _wide(cfg))
     for at, ready in enumerate(prefetch(lambda n: to_ready(blocks, n, cfg), numbers)):
         one, batch = ready
@@ -74,7 +74,7 @@ def logprobs(
     """For each block the places of its occurrences, -1 at padding, and their log-probs."""
     blocks = lay_out(tree)
     numbers = range(len(blocks.edges))
-    kept = _nothing(blocks, cfg, jnp.dtype(cfg.dtype))
+    kept = _nothing(blocks, cfg, cfg.dtype)
     for one, batch in prefetch(lambda n: to_ready(blocks, n, cfg), numbers):
         context = _read(kept, one.context, _wide(cfg))
         logp, own = _logprobs(params, batch, context, cfg)
@@ -115,6 +115,13 @@ def padded_tokens(tree: CarriedTree) -> int:
     return -(-tree.tree.n_tokens // tree.block) * tree.block
 
 
+def kept_bytes(tree: CarriedTree, cfg: StepConfig) -> int:
+    """Of keys, values and their gradients that are held for all blocks together."""
+    blocks = lay_out(tree)
+    kept, d_kept = (_shape(blocks, cfg, dtype) for dtype in (cfg.dtype, _wide(cfg)))
+    return kept.size * kept.dtype.itemsize + d_kept.size * d_kept.dtype.itemsize
+
+
 def executed_area(tree: CarriedTree, cfg: StepConfig) -> int:
     """(query, key) pairs in the tiles that one pass over all blocks visits, for one head."""
     blocks = lay_out(tree)
@@ -128,10 +135,16 @@ def _wide(cfg: StepConfig) -> Any:
     return jnp.promote_types(cfg.dtype, jnp.float32)
 
 
-def _nothing(blocks: Blocks, cfg: StepConfig, dtype: Any) -> Kept:
+def _shape(blocks: Blocks, cfg: StepConfig, dtype: Any) -> jax.ShapeDtypeStruct:
     model = cfg.model
     slots = bucket(blocks.slots, FEWEST_SLOTS, SLOTS_GROWTH, 1)
-    return jnp.zeros((2, model.layers, slots, model.kv_heads, model.head_dim), dtype)
+    shape = (2, model.layers, slots, model.kv_heads, model.head_dim)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def _nothing(blocks: Blocks, cfg: StepConfig, dtype: Any) -> Kept:
+    kept = _shape(blocks, cfg, dtype)
+    return jnp.zeros(kept.shape, kept.dtype)
 
 
 @partial(jax.jit, static_argnames=("dtype",))
