@@ -15,8 +15,9 @@ import numpy as np
 from forge_jax.attention.plan import Ids, build_plans
 from forge_jax.attention.tree import layout_of
 from forge_jax.rl.context import Shares, share
+from forge_jax.rl.costs import prior
 from forge_jax.rl.forward import TILES_GROWTH, Batch, StepConfig
-from forge_jax.sched.cost import analytic, sizes_of
+from forge_jax.sched.cost import sizes_of
 from forge_jax.sched.ladder import OCCURRENCES_GROWTH, bucket
 from forge_jax.types import PackedTree
 
@@ -37,16 +38,9 @@ def rows(trees: Sequence[PackedTree], places: int, cfg: StepConfig) -> list[list
     are next to each other by cost. Within a row the costliest goes to the place that has had
     least so far.
     """
-    model = cfg.model
-    cost = analytic(
-        layers=model.layers,
-        embed=model.embed,
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        head_dim=model.head_dim,
-        ffn=model.ffn,
-        vocab=model.vocab,
-    ).seconds(np.array([sizes_of(tree, cfg.tile) for tree in trees]))
+    if not trees:
+        return []
+    cost = prior(cfg.model).seconds(np.array([sizes_of(tree, cfg.tile) for tree in trees]))
     order = np.argsort(-cost, kind="stable")
     had, made = np.zeros(places), []
     for at in range(0, len(order), places):

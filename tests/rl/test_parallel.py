@@ -1,6 +1,7 @@
 """An update on a mesh is that of one device, whatever is cut over how many ranks."""
 
 import dataclasses
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,7 @@ from synthetic import accidents, agentic
 from test_step import assert_close, precision, total_length
 
 from forge_jax.attention.plan import executed_pairs
-from forge_jax.config import PackConfig
+from forge_jax.config import MeshConfig, PackConfig, UserError
 from forge_jax.models.transformer import layout
 from forge_jax.rl import parallel, step
 from forge_jax.rl.context import deal
@@ -24,7 +25,7 @@ from forge_jax.sched.merge import merge
 from forge_jax.sched.pack import micro_batches, pad
 from forge_jax.sharding import make_mesh, shardings
 from forge_jax.trees import is_param
-from forge_jax.types import PackedTree
+from forge_jax.types import CarriedTree, MicroBatch, PackedTree
 
 CFG = StepConfig(model=MODEL, ratio_cap=1.5, tile=64)
 TILE = 16  # on meshes: other tiles than the reference has
@@ -56,7 +57,7 @@ def trees() -> list[PackedTree]:
     return made
 
 
-def computed(cfg: StepConfig, axes: dict[str, int], batch: list[PackedTree]) -> dict[str, Any]:
+def computed(cfg: StepConfig, axes: dict[str, int], batch: Sequence[MicroBatch]) -> dict[str, Any]:
     """Loss, log-probs at their places, metrics and every gradient, as numpy."""
     params = parameters(cfg.dtype)
     if axes:
@@ -184,7 +185,64 @@ def test_many_batches_on_a_mesh_compile_a_few_times() -> None:
     assert len(traces) <= 4
 
 
+def test_a_tree_beyond_one_ranks_budget_is_one_micro_batch_of_all() -> None:
+    samples, pack = FORESTS[1], PackConfig(budget=64, tile=16)
+    [whole] = merged = micro_batches(samples, "tree", pack, mesh=MeshConfig(context=4))
+    assert isinstance(whole, PackedTree)
+    assert whole.n_tokens > pack.budget
+    assert len(lay_out(merged, 4, on_mesh("float32")).batch.tokens[0, 0]) <= pack.budget
+
+
+@pytest.mark.parametrize("places", [2, 3])
+def test_every_place_of_the_data_axis_has_as_many_micro_batches(places: int) -> None:
+    pack = PackConfig(budget=1024, tile=16)
+    parts = micro_batches(SAMPLES, "tree", pack, mesh=MeshConfig(data=places))
+    assert len(parts) % places == 0
+
+
+def carried() -> list[MicroBatch]:
+    """One path of which no part fits: keys and values go from block to block."""
+    parts = micro_batches(FORESTS[1], "tree", PackConfig(budget=16, tile=16))
+    assert any(isinstance(part, CarriedTree) for part in parts)
+    return parts
+
+
+def test_carrying_keys_and_cutting_tokens_over_ranks_are_not_mixed_silently() -> None:
+    params = jax.device_put(parameters(), shardings(layout(MODEL), make_mesh(context=2)))
+    for attempt in (parallel.gather, lambda *args: list(parallel.logprobs(*args))):
+        with pytest.raises(UserError, match=r"mesh.context=2: a tree of \d+ tokens"):
+            attempt(params, carried(), on_mesh("float32"))
+
+
 @pytest.mark.slow
+def test_keys_are_carried_where_tokens_are_not_cut() -> None:
+    wanted = computed(CFG, {}, micro_batches(FORESTS[1], "tree", PackConfig()))
+    assert_close(computed(on_mesh("float32"), {"data": 2}, carried()), wanted, 1e-5)
+
+
+@pytest.mark.slow
+def test_bfloat16_on_ranks_is_as_near_as_on_one_device() -> None:
+    with precision("float64"):
+        exact = one_device("float64")["grads"]
+    errors = []
+    for axes, cfg in (({}, CFG), ({"context": 8}, on_mesh("float32"))):
+        found = computed(dataclasses.replace(cfg, dtype="bfloat16"), axes, trees())["grads"]
+        squares = jax.tree.map(lambda x, y: np.sum((x.astype(np.float64) - y) ** 2), found, exact)
+        errors.append(np.sqrt(sum(jax.tree.leaves(squares))))
+    assert errors[1] <= 1.1 * errors[0]
+
+
+def test_logprobs_alone_are_those_of_the_gradient() -> None:
+    with precision("float64"):
+        wanted = one_device("float64")["logp"]
+        where = shardings(layout(MODEL), make_mesh(**FAST[1]))
+        params = jax.device_put(parameters("float64"), where)
+        found = np.zeros_like(wanted)
+        for index, logp in parallel.logprobs(params, trees(), on_mesh("float64")):
+            found[index[index >= 0]] = np.asarray(logp)[index >= 0]
+    np.testing.assert_allclose(found, wanted, rtol=1e-10)
+
+
 @pytest.mark.parametrize("shape", [(2, 1, 2, 1), (1, 1, 2, 2)])
 def test_compiles_for_tpus(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
     pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed")
