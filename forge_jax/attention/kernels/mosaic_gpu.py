@@ -43,8 +43,11 @@ def attention(
 
     `q` is bfloat16 or float16; float32 `k` and `v` are rounded to it, and their gradients
     come back in float32. `interpret` takes the parameters of Pallas' GPU interpreter.
-    Raises NotImplementedError for other dtypes, head dims, tiles and cards.
+    Raises NotImplementedError for other dtypes, head dims, tiles and cards, ValueError for a
+    scale or a softcap that is not positive.
     """
+    if scale <= 0 or (softcap is not None and softcap <= 0):
+        raise ValueError(f"{scale=} and {softcap=} must be positive")
     _supported(q, k, v, plan)
     if not interpret:
         _hopper()

@@ -93,9 +93,9 @@ def query_gradient(setup: Setup, inputs: Inputs, lists: Lists) -> jax.Array:
                 values.take(i)
                 raw, dp = setup.products((queries, k_smem.at[slot]), (outward, v_smem.at[slot]))
                 values.give(slot)
-                s, capped = setup.scores(raw)
-                p = jnp.exp2(s - along(lse, s.shape, 0))
-                ds = parts.score_gradient(p, dp, along(delta, p.shape, 0), capped)
+                x = setup.capped(raw)
+                p = jnp.exp2(x * setup.unit - along(lse, x.shape, 0))
+                ds = setup.score_gradient(p, dp, along(delta, p.shape, 0), x)
                 ds = lax.cond(masked != 0, mask, lambda x: x, ds)
                 (dq,) = setup.accumulate((dq, ds, k_smem.at[slot]))
                 keys.give(slot)
@@ -198,15 +198,16 @@ def key_gradients(
                 outward.take(i)
                 here_q, here_do = q_smem.at[slot], do_smem.at[slot]
                 (raw,) = setup.products((own_k, here_q))
-                s, capped = setup.scores(raw)
-                p = jnp.exp2(s - along(setup.load(sums_smem.at[slot, 0], 1), s.shape, 1))
+                x = setup.capped(raw)
+                lse = along(setup.load(sums_smem.at[slot, 0], 1), x.shape, 1)
+                p = jnp.exp2(x * setup.unit - lse)
                 p = lax.cond(masked != 0, mask, lambda x: x, p)
                 terms = {"v": (p, here_do)}
                 if "k" in wanted:
                     (dp,) = setup.products((own_v, here_do))
                     delta = along(setup.load(sums_smem.at[slot, 1], 1), p.shape, 1)
                     # Once more: a weight of 0 does not stop a product that overflows.
-                    ds = parts.score_gradient(p, dp, delta, capped)
+                    ds = setup.score_gradient(p, dp, delta, x)
                     ds = lax.cond(masked != 0, mask, lambda x: x, ds)
                     terms["k"] = (ds, here_q)
                 sums = setup.accumulate(

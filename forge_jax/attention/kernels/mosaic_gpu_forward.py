@@ -2,7 +2,8 @@
 
 Padded queries, keys, values and the row lists of a plan flow in; outputs and log-sum-exps
 flow out. A computing warpgroup has 64 queries and keeps their softmax in registers; the
-tiles it meets are exactly those of ``rows[row_start[r]:row_start[r + 1]]``.
+tiles it meets are exactly those of ``rows[row_start[r]:row_start[r + 1]]``. Two of them take
+turns: one multiplies while the other is at its exponents, after Shah et al. (arXiv 2407.08608).
 """
 
 from typing import NamedTuple
@@ -44,7 +45,7 @@ def forward(
 
     def kernel(q_ref, k_ref, v_ref, query_ids, key_ids, pairs, start, tainted_ref, o_ref, lse_ref,
                q_smem, q_ids, lse_smem, k_smem, k_ids, v_smem, q_ready, k_barriers,
-               v_barriers):  # fmt: skip
+               v_barriers, turns):  # fmt: skip
         row = rows - 1 - lax.axis_index("row")  # the longest lists first
         head = lax.axis_index("head")
         kv = lax.div(head, setup.group)
@@ -77,31 +78,49 @@ def forward(
             plgpu.barrier_wait(q_ready.at[index])
             anywhere = tainted_ref[0]
 
+            def arrive():
+                if computing == 2:
+                    plgpu.barrier_arrive(turns)
+
+            def wait():
+                if computing == 2:
+                    plgpu.barrier_wait(turns)
+
+            def turn():
+                arrive()
+                wait()
+
             def step(i, carry):
                 acc, top, total = carry
                 _, masked = at(i)
                 slot = keys.take(i)
 
-                def mask(s):
-                    taint = along(setup.load(k_ids.at[slot, 2], 1), s.shape, 1)
-                    s = jnp.where(taint != 0, jnp.nan, s)
-                    sees = setup.sees(ids, k_ids.at[slot], s.shape, query_axis=0)
+                def mask(x):
+                    taint = along(setup.load(k_ids.at[slot, 2], 1), x.shape, 1)
+                    x = jnp.where(taint != 0, jnp.nan, x)
+                    sees = setup.sees(ids, k_ids.at[slot], x.shape, query_axis=0)
                     plgpu.commit_smem()
-                    return jnp.where(sees, s, parts.UNSEEN)
+                    return jnp.where(sees, x, parts.UNSEEN)
 
-                (raw,) = setup.products((queries, k_smem.at[slot]))
-                s, _ = setup.scores(raw)
-                s = lax.cond((masked | anywhere) != 0, mask, lambda s: s, s)
+                (raw,) = setup.products((queries, k_smem.at[slot]), meanwhile=turn)
+                x = setup.capped(raw)
+                x = lax.cond((masked | anywhere) != 0, mask, lambda x: x, x)
                 keys.give(slot)
-                p, keep, top, total = parts.online_softmax(s, top, total)
+                p, keep, top, total = parts.online_softmax(x, setup.unit, top, total)
+                kept, p = acc * along(keep, acc.shape, 0), p.astype(q.dtype)
+                # What ends with this turn is not to be put off beyond it.
+                kept, p, top, total = lax.optimization_barrier((kept, p, top, total))
+                arrive()
                 slot = values.take(i)
-                kept = acc * along(keep, acc.shape, 0)
+                wait()
                 (acc,) = setup.accumulate((kept, p, v_smem.at[slot]))
                 values.give(slot)
                 return acc, top, total
 
             none = setup.zeros(ROWS, dim), setup.per_row(parts.FLOOR), setup.per_row(0.0)
+            pl.when(index == 1)(turn)
             acc, top, total = lax.fori_loop(0, steps, step, none)
+            pl.when(index == 0)(turn)
             unseen = total == 0.0
             total = jnp.where(unseen, 1.0, total)
             lse = (top + jnp.log2(total)) * (1 / LOG2E)
@@ -130,6 +149,7 @@ def forward(
             plgpu.Barrier(num_arrivals=2, num_barriers=computing),
             parts.barriers(stages, 2, computing),
             parts.barriers(stages, 1, computing),
+            plgpu.Barrier(num_arrivals=computing),
         ),
         grid={"row": rows, "head": heads},
         computing=computing,

@@ -22,8 +22,8 @@ ROWS = 64  # rows of an accumulator of one warpgroup
 SHARED_BYTES = 227 * 1024 - 4096  # of a Hopper block, less barriers and scratch
 STAGES = 3  # depth of a ring, where it fits
 LOG2E = math.log2(math.e)
-UNSEEN = -1e30  # score of a key that a query does not see
-FLOOR = -1e29  # where a row's maximum starts: exp2(UNSEEN - FLOOR) is exactly 0
+UNSEEN = -math.inf  # score of a key that a query does not see
+FLOOR = -1e29  # where the maximum of a row starts, so that exp2(UNSEEN - maximum) is always 0
 
 Value = jax.Array
 Ref = Any
@@ -77,14 +77,18 @@ class Setup:
             ),
         )
 
-    def products(self, *factors: tuple[Ref, Ref]) -> list[Value]:
-        """``a @ bᵀ`` of pairs in shared memory, awaited."""
+    def products(
+        self, *factors: tuple[Ref, Ref], meanwhile: Callable[[], None] = lambda: None
+    ) -> list[Value]:
+        """``a @ bᵀ`` of pairs in shared memory: started, `meanwhile` called, and awaited."""
         if self.interpret:
+            meanwhile()
             return [self._plain(a[...], b[...].T) for a, b in factors]
 
         def multiply(*sums):
             for total, (a, b) in zip(sums, factors, strict=True):
                 plgpu.wgmma(total, a, b.transpose((1, 0)))
+            meanwhile()
             return [total[...] for total in sums]
 
         shapes = [plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32) for a, b in factors]
@@ -121,12 +125,20 @@ class Setup:
     def _laid(self, x: Value, layout: Any) -> Value:
         return x if self.interpret else plgpu.layout_cast(x, layout)
 
-    def scores(self, raw: Value) -> tuple[Value, Value | None]:
-        """(scores in powers of 2, tanh of the softcap if there is one) of raw products."""
-        if self.softcap is None:
-            return raw * (self.scale * LOG2E), None
-        capped = tanh(raw * (self.scale / self.softcap))
-        return capped * (self.softcap * LOG2E), capped
+    @property
+    def unit(self) -> float:
+        """What turns `capped` scores into powers of 2. It waits for the exponent, where the
+        product and the difference are one instruction."""
+        return (self.scale if self.softcap is None else self.softcap) * LOG2E
+
+    def capped(self, raw: Value) -> Value:
+        """Raw products, or the tanh of their softcap."""
+        return raw if self.softcap is None else tanh(raw * (self.scale / self.softcap))
+
+    def score_gradient(self, p: Value, dp: Value, delta: Value, capped: Value) -> Value:
+        """Gradient of scaled scores before their softcap, from weights and their gradients."""
+        ds = p * (dp - delta)
+        return ds if self.softcap is None else ds * (1.0 - capped * capped)
 
     def sees(self, queries: Ref, keys: Ref, shape: tuple, query_axis: int) -> Value:
         """bool `shape`: whether a query of `QueryIds` sees a key of `KeyIds`."""
@@ -149,18 +161,13 @@ def tanh(x: Value) -> Value:
     return 1.0 - 2.0 / (jnp.exp2(x * (2 * LOG2E)) + 1.0)
 
 
-def online_softmax(s: Value, top: Value, total: Value) -> tuple[Value, Value, Value, Value]:
-    """(weights, factor of what was summed before, maximum, sum) after scores `s` [Q, S]."""
-    new = jnp.maximum(top, jnp.max(s, axis=1))
+def online_softmax(x: Value, unit: float, top: Value, total: Value) -> tuple[Value, ...]:
+    """(weights, factor of what was summed before, maximum, sum) after scores `x` [Q, S] in
+    the given unit; the maximum is in powers of 2."""
+    new = jnp.maximum(top, jnp.max(x, axis=1) * unit)
     keep = jnp.exp2(top - new)
-    p = jnp.exp2(s - along(new, s.shape, 0))
+    p = jnp.exp2(x * unit - along(new, x.shape, 0))
     return p, keep, new, total * keep + jnp.sum(p, axis=1)
-
-
-def score_gradient(p: Value, dp: Value, delta: Value, capped: Value | None) -> Value:
-    """Gradient of scaled (uncapped) scores, from weights and from gradients of weights."""
-    ds = p * (dp - delta)
-    return ds if capped is None else ds * (1.0 - capped * capped)
 
 
 def split(i: Value, parts: int) -> tuple[Value, Value]:
