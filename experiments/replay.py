@@ -2,9 +2,11 @@
 
     python -m experiments.replay workload=FILE.npz model=NAME_OR_DIR [merge=tree|chain|none]
         [steps=3] [ratio_cap=5] [dtype=float32] [attention=auto] [dump=FILE.npz] [export=DIR]
+        [mesh.data=2] [mesh.context=4]
 
 A workload and a model go in; loss, gradient norm and timings come out, the same loss and
-gradient whatever the merge. Loss, `dump` and `export` are of the weights before any update.
+gradient whatever the merge and the mesh. Loss, `dump` and `export` are of the weights before
+any update.
 """
 
 import resource
@@ -25,26 +27,28 @@ from rich.progress import Progress
 from experiments.command import command
 from experiments.models import resolve
 from forge_jax.attention.tree import IMPLEMENTATIONS
-from forge_jax.config import OptimConfig, PackConfig, UserError, check, load
+from forge_jax.config import MeshConfig, OptimConfig, PackConfig, UserError, check, load
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.hf import export_folder, flat_names
 from forge_jax.models.load import LoadedModel
-from forge_jax.models.transformer import REMAT
+from forge_jax.models.transformer import REMAT, layout
+from forge_jax.rl.parallel import gather, update
 from forge_jax.rl.state import TrainState, create
 from forge_jax.rl.step import (
     Gathered,
     StepConfig,
     Updated,
     apply,
+    computed_tokens,
     executed_area,
-    gather,
     scatter,
-    update,
 )
 from forge_jax.sched.merge import MODES, unique_tokens
 from forge_jax.sched.pack import attention_area, micro_batches
+from forge_jax.sched.split import forest_of
 from forge_jax.sched.workload import read_workload
-from forge_jax.types import PackedTree, Sample
+from forge_jax.sharding import mesh_from, shardings
+from forge_jax.types import MicroBatch, Sample
 
 DTYPES = ("float32", "float64", "bfloat16")
 
@@ -65,6 +69,7 @@ class ReplayConfig:
     export: str | None = None
     seed: int = 0
     pack: PackConfig = field(default_factory=PackConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
 
     def __post_init__(self) -> None:
@@ -92,11 +97,15 @@ def replay(cfg: ReplayConfig) -> dict[str, Any]:
     console = Console(stderr=True)
     model, samples = read(cfg, console)
     step_cfg = step_config(cfg, model.cfg)
+    params = jax.device_put(model.params, shardings(layout(model.cfg), mesh_from(cfg.mesh)))
     with Progress(console=console) as bars:
         bar = bars.add_task("compiling and warming up", total=cfg.steps + 1)
         began = time.perf_counter()
-        trees = micro_batches(samples, cfg.merge, cfg.pack)
-        state = create(model.params, cfg.optim)
+        trees = micro_batches(samples, cfg.merge, cfg.pack, mesh=cfg.mesh)
+        planned = time.perf_counter() - began
+        tokens = sum(len(sample.tokens) for sample in samples)
+        console.print(f"planned {tokens:,} tokens in {planned:.2f} s")
+        state = create(params, cfg.optim)
         found = gather(state.params, trees, step_cfg)
         warm = time.perf_counter() - began
         write(cfg, model, found, samples)
@@ -114,9 +123,10 @@ def replay(cfg: ReplayConfig) -> dict[str, Any]:
         "loss": found.loss,
         "grad_norm": float(norm),
         **counts(samples, trees, step_cfg),
+        "plan_seconds": planned,
         "compile_seconds": max(0.0, warm - typical),
         "seconds_per_step": typical,
-        "tokens_per_second": sum(len(s.tokens) for s in samples) / typical,
+        "tokens_per_second": tokens / typical,
         "peak_rss_bytes": peak_rss(),
         "merge": cfg.merge,
         "attention": "xla" if cfg.attention == "auto" else cfg.attention,
@@ -174,14 +184,20 @@ def write(
 def timed_update(
     state: TrainState, samples: Sequence[Sample], cfg: ReplayConfig, step_cfg: StepConfig
 ) -> tuple[TrainState, Updated, float]:
-    """One whole update, merging and packing included, what it came to, and its seconds."""
+    """One whole update, merging and packing included, what it came to, and its seconds.
+
+    Nothing is planned ahead of the clock, but for the tiles of a micro-batch while the one
+    before it is computed.
+    """
     began = time.perf_counter()
-    state, updated = update(state, micro_batches(samples, cfg.merge, cfg.pack), step_cfg)
+    state, updated = update(
+        state, micro_batches(samples, cfg.merge, cfg.pack, mesh=cfg.mesh), step_cfg
+    )
     return jax.block_until_ready(state), updated, time.perf_counter() - began
 
 
 def counts(
-    samples: Sequence[Sample], trees: Sequence[PackedTree], cfg: StepConfig
+    samples: Sequence[Sample], trees: Sequence[MicroBatch], cfg: StepConfig
 ) -> dict[str, Any]:
     """How much there was, and how much of it was computed."""
     total = sum(len(sample.tokens) for sample in samples)
@@ -190,8 +206,8 @@ def counts(
         "samples": len(samples),
         "tokens_total": total,
         "tokens_unique": unique,
-        "tokens_computed": sum(len(tree.tokens) for tree in trees),
-        "trained_tokens": sum(tree.n_occurrences for tree in trees),
+        "tokens_computed": sum(map(computed_tokens, trees)),
+        "trained_tokens": sum(forest_of(tree).n_occurrences for tree in trees),
         "tree_token_ratio": total / unique,
         "attention_area": sum(map(attention_area, trees)),
         "attention_area_executed": sum(executed_area(tree, cfg) for tree in trees),

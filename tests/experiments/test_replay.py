@@ -15,15 +15,15 @@ from synthetic import accidents, agentic, make_sample
 
 from experiments import replay
 from experiments.replay import ReplayConfig
-from forge_jax.config import PackConfig, UserError, load
+from forge_jax.config import MeshConfig, PackConfig, UserError, load
 from forge_jax.sched.merge import MODES
 from forge_jax.types import Sample
 
 KEYS = {
     "loss", "grad_norm", "samples", "tokens_total", "tokens_unique", "tokens_computed",
     "trained_tokens", "tree_token_ratio", "attention_area", "attention_area_executed",
-    "compile_seconds", "seconds_per_step", "tokens_per_second", "peak_rss_bytes", "merge",
-    "attention", "device",
+    "plan_seconds", "compile_seconds", "seconds_per_step", "tokens_per_second",
+    "peak_rss_bytes", "merge", "attention", "device",
 }  # fmt: skip
 VOCAB = 1024  # of the micro preset
 CAP = 1.2
@@ -92,6 +92,31 @@ def test_every_merge_gives_the_same_update(mode: str, runs: dict[str, dict[str, 
     for run in (found, tree):
         assert run["attention_area"] <= run["attention_area_executed"]
         assert run["tokens_computed"] >= run["tokens_unique"]
+
+
+@pytest.mark.slow
+def test_a_mesh_gives_the_same_update(folder: Path, runs: dict[str, dict[str, Any]]) -> None:
+    cfg = ReplayConfig(
+        workload=str(folder / "w.npz"),
+        model="micro",
+        steps=1,
+        ratio_cap=CAP,
+        dump=str(folder / "mesh.dump"),
+        pack=PackConfig(budget=128, tile=32, bucket_ratio=2.0),
+        mesh=MeshConfig(data=2, context=2, tensor=2),
+    )
+    found, tree = replay.replay(cfg), runs["tree"]
+    assert found["loss"] == pytest.approx(tree["loss"], rel=1e-5)
+    assert found["grad_norm"] == pytest.approx(tree["grad_norm"], rel=1e-5)
+    assert_same(dict(np.load(folder / "mesh.dump")), tree["dump"], 1e-5)
+
+
+def test_a_mesh_beyond_the_devices_is_refused(folder: Path) -> None:
+    cfg = ReplayConfig(
+        workload=str(folder / "w.npz"), model="micro", mesh=MeshConfig(data=3, context=4)
+    )
+    with pytest.raises(UserError, match="mesh data=3 context=4 needs 12 devices, found 8"):
+        replay.replay(cfg)
 
 
 def torch_update(exported: Path, workload: Path, dtype: str) -> tuple[float, dict[str, np.ndarray]]:
