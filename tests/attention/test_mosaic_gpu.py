@@ -71,6 +71,8 @@ CASES = pytest.mark.parametrize(
         ("bfloat16", 2, 1, 128, (64, 64), None, None),
         ("bfloat16", 2, 1, 64, (128, 64), 10, None),
         ("bfloat16", 2, 1, 256, (64, 128), None, None),
+        ("bfloat16", 1, 1, 80, TILE, None, None),
+        ("bfloat16", 1, 1, 192, TILE, None, None),
     ],
 )
 
@@ -122,7 +124,7 @@ def test_lowers_for_cuda(dtype, heads, kv, d, tile, window, softcap) -> None:
     case = given(dtype, heads, kv, d, tile, window, n=200)
     lowered = results.trace(attention, *case, softcap=softcap).lower(lowering_platforms=("cuda",))
     # Forward, dq, and dkv: in one kernel while its two sums fit the registers.
-    assert lowered.as_text().count("@mosaic_gpu") == (4 if d == 256 else 3)
+    assert lowered.as_text().count("@mosaic_gpu") == (4 if d > 128 else 3)
 
 
 @CASES
@@ -142,14 +144,14 @@ def test_compiles_for_hopper(monkeypatch, dtype, heads, kv, d, tile, window, sof
         given(dtype, heads, kv, d, tile, window, n=2048),
     )
     compiled = results.trace(attention, *case, softcap=softcap).lower().compile()
-    assert compiled.as_text().count('custom_call_target="mosaic_gpu') == (4 if d == 256 else 3)
+    assert compiled.as_text().count('custom_call_target="mosaic_gpu') == (4 if d > 128 else 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "heads", "queries", "keys", "d", "tile", "window", "softcap"),
     [
-        ("bfloat16", 2, 64, 320, 32, (64, 64), 230, 3.0),  # more steps than a ring has slots
+        ("bfloat16", 2, 64, 320, 20, (64, 64), 230, 3.0),  # more steps than a ring has slots
         ("float16", 1, 130, 137, 64, TILE, None, None),  # two computing warpgroups
     ],
 )
@@ -216,7 +218,7 @@ def test_other_inputs_are_refused_by_name() -> None:
 
     refused("float32; attention=xla", dtype="float32")
     refused("float16 keys", keys="float16")
-    refused("head dims .* not 96; attention=xla", d=96)
+    refused("head dims up to 256, not 288; attention=xla", d=288)
     refused(r"Tiles of \(32, 64\)", plan=tiles(forest(16, 0), (32, 64)))
     refused("Steps", plan=tree_plan(forest(16, 0), bucket=fixed))
 

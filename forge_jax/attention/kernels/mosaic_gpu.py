@@ -24,7 +24,8 @@ from forge_jax.attention.tiles import Tiles
 
 TILE = (128, 128)  # what two computing warpgroups share; sides of 64 leave them one
 SIDES = (64, 128)  # of a tile
-HEAD_DIMS = (32, 64, 128, 256)
+WIDEST = 256  # head dim: the most columns of a product
+STEP = 32  # head dims are padded with zeros to a multiple of it
 NEVER = 1e30  # log-sum-exp of a query that sees nothing, in the backward pass: weights are 0
 HINT = "attention=xla runs on any device"
 
@@ -51,6 +52,9 @@ def attention(
     _supported(q, k, v, plan)
     if not interpret:
         _hopper()
+    head_dim = q.shape[2]
+    spare = [(0, 0), (0, 0), (0, -head_dim % STEP)]
+    q, k, v = (jnp.pad(x, spare) for x in (q, k, v))
     setup = Setup(
         heads=q.shape[1],
         kv_heads=k.shape[1],
@@ -62,7 +66,9 @@ def attention(
         softcap=None if softcap is None else float(softcap),
         interpret=interpret,
     )
-    return _attend(q, k, v, jax.tree.map(jnp.asarray, plan), setup, (k.dtype, v.dtype))
+    plan = jax.tree.map(jnp.asarray, plan)
+    o, lse = _attend(q, k, v, plan, setup, (k.dtype, v.dtype))
+    return o[:, :, :head_dim], lse
 
 
 @partial(jax.custom_vjp, nondiff_argnames=("setup", "dtypes"))
@@ -141,9 +147,9 @@ def _supported(q: Array, k: Array, v: Array, plan: TilePlan) -> None:
             raise NotImplementedError(
                 f"attention=mosaic_gpu over {q.dtype} queries and {x.dtype} keys or values; {HINT}"
             )
-    if q.shape[-1] not in HEAD_DIMS:
+    if q.shape[-1] > WIDEST:
         raise NotImplementedError(
-            f"attention=mosaic_gpu has head dims {HEAD_DIMS}, not {q.shape[-1]}; {HINT}"
+            f"attention=mosaic_gpu has head dims up to {WIDEST}, not {q.shape[-1]}; {HINT}"
         )
     if not isinstance(plan.lists, Tiles) or not set(plan.tile) <= set(SIDES):
         raise NotImplementedError(

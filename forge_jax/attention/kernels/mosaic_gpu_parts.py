@@ -35,7 +35,7 @@ class Setup:
 
     heads: int
     kv_heads: int
-    head_dim: int
+    head_dim: int  # a multiple of 32
     dtype: Any  # of the factors of products
     tile: tuple[int, int]  # of queries, of keys
     windowed: bool
@@ -49,7 +49,7 @@ class Setup:
 
     def shared(self, *shape: int) -> Any:
         """Shared memory for rows of factors, laid out as WGMMA reads them."""
-        swizzle = min(128, 2 * self.head_dim)
+        swizzle = 128 if self.head_dim % 64 == 0 else 64
         transforms = plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
         return plgpu.SMEM((*shape, self.head_dim), self.dtype, transforms=transforms)
 
