@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float
 
+from forge_jax.attention.tree import resolve
 from forge_jax.config import UserError
 from forge_jax.rl import carry, step
 from forge_jax.rl.forward import Batch, StepConfig, occurrences
@@ -43,13 +44,13 @@ def gather(params: Any, parts: Sequence[MicroBatch], cfg: StepConfig) -> Gathere
     """`step.gather`, on the devices that `params` are on.
 
     Raises ValueError if there is no trained occurrence to average over, UserError for a tree
-    that is carried from block to block where tokens are cut over ranks.
+    that is carried from block to block where tokens are cut over ranks or kernels are used.
     """
     mesh = mesh_of(params)
     if mesh is None:
         return step.gather(params, parts, cfg)
     trained = sum(forest_of(part).n_occurrences for part in parts)
-    packed, carried = _sorted(parts, mesh)
+    packed, carried = _sorted(parts, cfg, mesh)
 
     def each() -> Iterator[tuple[np.ndarray, Any, Metrics, Array, Array]]:
         for places, batch in _rows(packed, cfg, mesh):
@@ -69,21 +70,28 @@ def logprobs(
     """
     mesh, alone = mesh_of(params), parts
     if mesh is not None:
-        packed, alone = _sorted(parts, mesh)
+        packed, alone = _sorted(parts, cfg, mesh)
         for places, batch in _rows(packed, cfg, mesh):
             yield places, _logprobs(params, batch, cfg, mesh)
     for part in alone:
         yield from step.logprobs(params, part, cfg)
 
 
-def _sorted(parts: Sequence[MicroBatch], mesh: Mesh) -> tuple[list[PackedTree], list[CarriedTree]]:
-    """What ranks share, and what each device computes for itself."""
+def _sorted(
+    parts: Sequence[MicroBatch], cfg: StepConfig, mesh: Mesh
+) -> tuple[list[PackedTree], list[CarriedTree]]:
+    """What ranks share, and what each place of the data axis computes for itself."""
     carried = [part for part in parts if isinstance(part, CarriedTree)]
     if carried and mesh.shape["context"] > 1:
         raise UserError(
             f"mesh.context={mesh.shape['context']}: a tree of {carried[0].tree.n_tokens} tokens "
-            "is beyond pack.budget x mesh.context, and a mesh without context alone carries "
-            "keys from block to block; raise pack.budget or mesh.context"
+            "is beyond pack.budget x mesh.context, and keys are carried from block to block "
+            "only where mesh.context=1; raise pack.budget or mesh.context"
+        )
+    if carried and resolve(cfg.attention).startswith("mosaic"):
+        raise UserError(
+            f"attention={cfg.attention}: a tree of {carried[0].tree.n_tokens} tokens is beyond "
+            "pack.budget, and on a mesh keys are carried from block to block by attention=xla"
         )
     return [part for part in parts if isinstance(part, PackedTree)], carried
 

@@ -208,10 +208,15 @@ def carried() -> list[MicroBatch]:
 
 
 def test_carrying_keys_and_cutting_tokens_over_ranks_are_not_mixed_silently() -> None:
-    params = jax.device_put(parameters(), shardings(layout(MODEL), make_mesh(context=2)))
-    for attempt in (parallel.gather, lambda *args: list(parallel.logprobs(*args))):
-        with pytest.raises(UserError, match=r"mesh.context=2: a tree of \d+ tokens"):
-            attempt(params, carried(), on_mesh("float32"))
+    kernels = dataclasses.replace(CFG, attention="mosaic_tpu")
+    for axes, cfg, named in (
+        ({"context": 2}, CFG, "mesh.context=2"),
+        ({"data": 2}, kernels, "attention=mosaic_tpu"),
+    ):
+        params = jax.device_put(parameters(), shardings(layout(MODEL), make_mesh(**axes)))
+        for attempt in (parallel.gather, lambda *args: list(parallel.logprobs(*args))):
+            with pytest.raises(UserError, match=rf"{named}: a tree of \d+ tokens"):
+                attempt(params, carried(), cfg)
 
 
 @pytest.mark.slow
