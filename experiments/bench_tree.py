@@ -88,7 +88,7 @@ def run(cfg: BenchConfig, folder: Path) -> dict[str, Any]:
         for name, file in files.items():
             keep("rows", measure_workload(bench, name, file, samples[name]))
             forest = merge(legible(samples[name]), "tree")
-            draw_forest_and_tiles(folder / f"forest_{name}.png", forest, cfg.pack.tile, name)
+            draw_forest_and_tiles(folder / f"forest_{name}.png", forest, cfg.pack.side, name)
         for length in cfg.contexts:
             keep("context", measure_context(bench, length))
     draw_speedup(folder / "speedup.png", found["rows"])

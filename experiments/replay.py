@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,13 @@ from rich.progress import Progress
 from experiments.command import command
 from experiments.models import resolve
 from forge_jax.attention.tree import IMPLEMENTATIONS
+from forge_jax.attention.tree import resolve as implementation_of
 from forge_jax.config import MeshConfig, OptimConfig, PackConfig, UserError, check, load
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.hf import export_folder, flat_names
 from forge_jax.models.load import LoadedModel
 from forge_jax.models.transformer import REMAT, layout
+from forge_jax.rl.forward import tiled
 from forge_jax.rl.parallel import gather, update
 from forge_jax.rl.state import TrainState, create
 from forge_jax.rl.step import (
@@ -87,9 +89,15 @@ class ReplayConfig:
 
 @command("replay")
 def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
-    cfg = load(ReplayConfig, mapping)
+    cfg = load_replay(mapping)
     with jax.enable_x64(cfg.dtype == "float64"):
         return replay(cfg)
+
+
+def load_replay(mapping: Mapping[str, Any]) -> ReplayConfig:
+    """A replay whose tile suits its device, unless it says another. Raises UserError."""
+    cfg = load(ReplayConfig, mapping)
+    return replace(cfg, pack=tiled(cfg.pack, cfg.attention))
 
 
 def replay(cfg: ReplayConfig) -> dict[str, Any]:
@@ -129,7 +137,7 @@ def replay(cfg: ReplayConfig) -> dict[str, Any]:
         "tokens_per_second": tokens / typical,
         "peak_rss_bytes": peak_rss(),
         "merge": cfg.merge,
-        "attention": "xla" if cfg.attention == "auto" else cfg.attention,
+        "attention": implementation_of(cfg.attention),
         "device": jax.devices()[0].device_kind,
     }
 
@@ -140,7 +148,7 @@ def step_config(cfg: ReplayConfig, model: ModelConfig) -> StepConfig:
         model=model,
         optim=cfg.optim,
         ratio_cap=cfg.ratio_cap,
-        tile=cfg.pack.tile,
+        tile=cfg.pack.side,
         attention=cfg.attention,
         remat=cfg.remat,
         dtype=cfg.dtype,

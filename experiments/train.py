@@ -7,6 +7,7 @@ summary.json to the run folder; the last line of stdout is the summary.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.command import command, complaining
 from experiments.models import resolve
 from forge_jax.config import TrainConfig, UserError, load
+from forge_jax.rl.forward import tiled
 from forge_jax.rl.report import write_whole
 from forge_jax.rl.run import train
 
@@ -30,6 +32,7 @@ def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
     if mapping["resume"] is not None:
         mapping = continued(Path(mapping["resume"]), list(HydraConfig.get().overrides.task))
     cfg = load(TrainConfig, mapping)
+    cfg = replace(cfg, pack=tiled(cfg.pack, cfg.attention))
     if cfg.resume is None and (folder / "config.yaml").exists():
         raise UserError(f"hydra.run.dir={folder} holds a run already: resume={folder}")
     if cfg.resume is not None and Path(cfg.resume).resolve() != folder.resolve():

@@ -156,13 +156,18 @@ class PackConfig:
     """Sizes of a micro-batch."""
 
     budget: int = 8192  # unique tokens of a micro-batch
-    tile: int = 64  # side of an attention tile
+    tile: int | None = None  # side of an attention tile; None: what suits the device
     bucket_ratio: float = 1.25  # growth of the padded sizes: 2 compiles least, 1.1 pads least
 
     def __post_init__(self) -> None:
         check(self.budget >= 1, f"budget={self.budget} must be at least 1")
-        check(self.tile >= 1, f"tile={self.tile} must be at least 1")
+        check(self.tile is None or self.tile >= 1, f"tile={self.tile} must be at least 1")
         check(self.bucket_ratio > 1, f"bucket_ratio={self.bucket_ratio} must be > 1")
+
+    @property
+    def side(self) -> int:
+        """Side of a tile: where nobody chose one for a device, what suits a CPU."""
+        return 64 if self.tile is None else self.tile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +222,7 @@ class TrainConfig:
     task: str  # task family
     steps: int  # RL updates
     seed: int = 0
+    attention: str = "auto"  # implementation of tree attention; auto: by the device
     ratio_cap: float = 5.0  # CISPO: cap of the importance ratio
     temperature: float = 1.0  # of the rollouts
     checkpoint_every: int = 20  # updates

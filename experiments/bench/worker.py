@@ -19,8 +19,7 @@ from rich.console import Console
 
 from experiments.bench.machine import multiplications, own_peak_rss
 from experiments.command import complaining
-from experiments.replay import ReplayConfig, counts, read, step_config, timed_update
-from forge_jax.config import load
+from experiments.replay import ReplayConfig, counts, load_replay, read, step_config, timed_update
 from forge_jax.rl.state import create
 from forge_jax.sched.pack import micro_batches
 
@@ -63,7 +62,7 @@ def start(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The pieces of a job."""
     if job["job"] == "products":
         return multiplications()
-    return updates(load(ReplayConfig, job["config"]))
+    return updates(load_replay(job["config"]))
 
 
 def serve(start: Callable[[dict[str, Any]], Iterator[dict[str, Any]]]) -> None:

@@ -4,7 +4,7 @@ A micro-batch and parameters go in; log-prob and entropy of every occurrence com
 the micro-batch's share of the loss.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from forge_jax.attention.plan import TilePlan, tree_plan
-from forge_jax.attention.tree import layout_of
-from forge_jax.config import OptimConfig
+from forge_jax.attention.tree import default_tile, layout_of
+from forge_jax.config import OptimConfig, PackConfig
 from forge_jax.models import transformer
 from forge_jax.models.config import ModelConfig
 from forge_jax.rl.context import whole
@@ -57,6 +57,14 @@ class Batch:
     advantage: jax.Array | np.ndarray  # f32[M]
     weight: jax.Array | np.ndarray  # f32[M]
     plan: TilePlan
+
+
+def tiled(pack: PackConfig, attention: str) -> PackConfig:
+    """`pack` with the tile that suits the implementation of attention, unless it has one.
+
+    Raises UserError for an unknown implementation.
+    """
+    return replace(pack, tile=pack.tile or default_tile(attention)[0])
 
 
 def to_batch(tree: PackedTree, cfg: StepConfig) -> Batch:

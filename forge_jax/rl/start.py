@@ -89,5 +89,6 @@ def step_config(cfg: TrainConfig, model: LoadedModel, warm: bool) -> StepConfig:
         optim=cfg.warm.optim if warm else cfg.optim,
         loss=negative_log_likelihood if warm else cispo,
         ratio_cap=cfg.ratio_cap,
-        tile=cfg.pack.tile,
+        tile=cfg.pack.side,
+        attention=cfg.attention,
     )

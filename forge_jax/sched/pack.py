@@ -42,7 +42,7 @@ def micro_batches(
     if not samples:
         return []
     cfg = replace(cfg, budget=cfg.budget * mesh.context)
-    parts = split(merge(samples, mode), cfg.budget, cost.without_tiles(cfg.tile), mesh.data)
+    parts = split(merge(samples, mode), cfg.budget, cost.without_tiles(cfg.side), mesh.data)
     packed = [part for part in parts if isinstance(part, PackedTree)]
     shapes = iter(_shapes(packed, cfg))
     return [
@@ -86,8 +86,8 @@ def _joined(rungs: Sequence[int], spare: float) -> dict[int, int]:
 
 def rung(tokens: int, cfg: PackConfig) -> int:
     """The padded number of `tokens`, which are within the budget."""
-    n = bucket(tokens, SMALLEST_TILES * cfg.tile, cfg.bucket_ratio, cfg.tile)
-    return min(n, round_up(cfg.budget, cfg.tile))
+    n = bucket(tokens, SMALLEST_TILES * cfg.side, cfg.bucket_ratio, cfg.side)
+    return min(n, round_up(cfg.budget, cfg.side))
 
 
 def sizes(tree: PackedTree, cfg: PackConfig) -> tuple[int, int, int]:
