@@ -175,7 +175,7 @@ def _logprobs(params: Any, batch: Batch, context: Array, cfg: StepConfig) -> tup
     return logp, jnp.stack(own)
 
 
-@partial(jax.jit, static_argnames=("cfg",))
+@partial(jax.jit, static_argnames=("cfg",), donate_argnames=("context",))
 def _gradients(
     params: Any, batch: Batch, context: Array, d_own: Array, denominator: Array, cfg: StepConfig
 ) -> tuple[Any, Array, Metrics, Array, Array]:

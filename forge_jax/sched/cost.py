@@ -16,7 +16,6 @@ from scipy.optimize import nnls
 from forge_jax.types import PackedTree
 
 KEPT = 256  # newest measurements that a fit looks at
-OUTLIER = 3.0  # measurements this many times slower than usual were compilations, or a pause
 TRUST = 1e-3  # weight of the prior's shares beside one measurement
 
 
@@ -82,7 +81,8 @@ def sizes_of(tree: PackedTree, tile: int) -> np.ndarray:
 
 
 class Fit:
-    """A cost model that follows the measurements, by least squares of the relative error.
+    """A cost model that follows the measurements, by least squares of the error relative to
+    what was measured: compilations and pauses, many times slower than the rest, hardly count.
 
     The prior's division into shares holds until measurements say otherwise; its total gives
     way to the first one.
@@ -106,12 +106,9 @@ class Fit:
         seconds = np.array([seconds for _, seconds in self._seen])
         predicted = self._prior.seconds(sizes)
         pace = seconds / np.where(predicted > 0, predicted, 1)
-        usual = float(np.median(pace))
-        near = pace <= OUTLIER * usual
-        sizes, seconds = sizes[near], seconds[near]
         # In units of the share that a size has in a typical measurement.
         unit = seconds.mean() / np.maximum(sizes.mean(axis=0), 1e-300)
-        shares = usual * np.array(astuple(self._prior)) / unit
+        shares = float(np.median(pace)) * np.array(astuple(self._prior)) / unit
         rows = np.concatenate([sizes * unit / seconds[:, None], np.sqrt(TRUST) * np.eye(5)])
         wanted = np.concatenate([np.ones(len(seconds)), np.sqrt(TRUST) * shares])
         found, _ = nnls(rows, wanted)

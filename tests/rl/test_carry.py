@@ -86,7 +86,7 @@ def test_any_cut_beside_any_micro_batch_gives_the_whole() -> None:
 
 def test_blocks_of_one_token() -> None:
     rng = np.random.default_rng(3)
-    paths = ([1, 2, 3], [1, 2, 4], [1, 5], [1], [1, 2, 3])
+    paths = ([1, 2, 3], [1, 2, 4], [1, 5, 6], [1], [1, 2, 3])
     samples = [make_sample(rng, path, [0, 1, 1][: len(path)]) for path in paths]
     [part] = carried(samples, 1)
     with precision("float64"):

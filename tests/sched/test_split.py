@@ -10,7 +10,7 @@ from synthetic import accidents, agentic, make_sample
 from forge_jax.sched.cost import BY_TOKENS, CostModel
 from forge_jax.sched.cut import SLACK, Tree, ancestors
 from forge_jax.sched.merge import MODES, merge
-from forge_jax.sched.split import split
+from forge_jax.sched.split import divide, split
 from forge_jax.types import CarriedTree, MicroBatch, PackedTree
 
 SEEDS = range(6)
@@ -144,8 +144,9 @@ def test_a_wide_tree_is_cut_evenly() -> None:
 
 def test_pieces_of_one_tree_share_their_copies() -> None:
     rng = np.random.default_rng(0)
-    samples = [make_sample(rng, [5] * 4 + [i] * 6, [0] * 9 + [1]) for i in range(5)]
-    samples.append(make_sample(rng, [99] * 20, [0] * 19 + [1]))
-    parts = split(merge(samples), 22, BY_TOKENS)
-    for part in parts:
-        assert len(set(paths(part))) == part.n_tokens
+    samples = [make_sample(rng, [5] * 4 + [i] * 6, [0] * 9 + [1]) for i in range(3)]
+    forest = merge(samples)
+    first, second = divide(forest, np.array([0, 10, 16]), np.array([1, 0, 0]))
+    assert (first.n_tokens, second.n_tokens) == (4 + 12, 10)
+    assert len(set(paths(first))) == first.n_tokens
+    assert occurrences(first) + occurrences(second) == occurrences(forest)
