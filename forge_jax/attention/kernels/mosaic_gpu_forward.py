@@ -6,7 +6,8 @@ tiles it meets are exactly those of ``rows[row_start[r]:row_start[r + 1]]``. Two
 turns: one multiplies while the other is at its exponents, after Shah et al. (arXiv 2407.08608).
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from forge_jax.attention.kernels import mosaic_gpu_parts as parts
-from forge_jax.attention.kernels.mosaic_gpu_parts import LOG2E, ROWS, Ring, Setup, along
-from forge_jax.attention.tiles import unpack
+from forge_jax.attention.kernels.mosaic_gpu_parts import LOG2E, ROWS, Ref, Ring, Setup, Value, along
 
 
 class Lists(NamedTuple):
@@ -26,6 +26,31 @@ class Lists(NamedTuple):
     key_ids: jax.Array  # i32[K, 3, S]: k_id, k_exit, and whether the key or value is not finite
     pairs: jax.Array  # i32[L], of `Tiles`: rows, or columns
     start: jax.Array  # i32[tiles + 1]
+
+
+class Refs(NamedTuple):
+    """The kernel's memory, in the order of its inputs, outputs and scratch."""
+
+    q: Ref
+    k: Ref
+    v: Ref
+    query_ids: Ref
+    key_ids: Ref
+    pairs: Ref
+    start: Ref
+    tainted: Ref
+    o: Ref
+    lse: Ref
+    own_q: Ref  # [warpgroup, 64, D], and then the output
+    own_ids: Ref  # [warpgroup, 2, 64]
+    own_lse: Ref  # [warpgroup, 64]
+    ring_k: Ref  # [stage, keys, D]
+    ring_ids: Ref  # [stage, 3, keys]
+    ring_v: Ref
+    own_ready: Ref
+    k_barriers: tuple[Ref, Ref]
+    v_barriers: tuple[Ref, Ref]
+    turns: Ref
 
 
 def forward(
@@ -41,100 +66,8 @@ def forward(
     computing = bq // ROWS
     block = bk if dim <= 128 else min(bk, 64)  # keys a step: what the registers hold
     stages = setup.stages(kept_rows=bq, ring_rows=2 * block)
-    rows = tokens // bq
-
-    def kernel(q_ref, k_ref, v_ref, query_ids, key_ids, pairs, start, tainted_ref, o_ref, lse_ref,
-               q_smem, q_ids, lse_smem, k_smem, k_ids, v_smem, q_ready, k_barriers,
-               v_barriers, turns):  # fmt: skip
-        row = rows - 1 - lax.axis_index("row")  # the longest lists first
-        head = lax.axis_index("head")
-        kv = lax.div(head, setup.group)
-        first = start[row]
-        steps = (start[row + 1] - first) * (bk // block)
-        keys, values = Ring(stages, *k_barriers), Ring(stages, *v_barriers)
-
-        def at(i):
-            """(slice of keys, masked) of step i."""
-            pair, part = parts.split(i, bk // block)
-            _, column, masked = unpack(pairs[first + pair])
-            return pl.ds(column * bk + part * block, block), masked
-
-        def fetch():
-            def step(i, carry):
-                here, _ = at(i)
-                keys.fill(i, [(k_ref.at[here, kv], k_smem), (key_ids.at[kv, :, here], k_ids)])
-                values.fill(i, [(v_ref.at[here, kv], v_smem)])
-                return carry
-
-            lax.fori_loop(0, steps, step, None)
-            keys.drained(steps)
-            values.drained(steps)
-
-        def compute(index):
-            mine = pl.ds(row * bq + index * ROWS, ROWS)
-            queries, ids = q_smem.at[index], q_ids.at[index]
-            plgpu.copy_gmem_to_smem(q_ref.at[mine, head], queries, q_ready.at[index])
-            plgpu.copy_gmem_to_smem(query_ids.at[:, mine], ids, q_ready.at[index])
-            plgpu.barrier_wait(q_ready.at[index])
-            anywhere = tainted_ref[0]
-
-            def arrive():
-                if computing == 2:
-                    plgpu.barrier_arrive(turns)
-
-            def wait():
-                if computing == 2:
-                    plgpu.barrier_wait(turns)
-
-            def turn():
-                arrive()
-                wait()
-
-            def step(i, carry):
-                acc, top, total = carry
-                _, masked = at(i)
-                slot = keys.take(i)
-
-                def mask(x):
-                    taint = along(setup.load(k_ids.at[slot, 2], 1), x.shape, 1)
-                    x = jnp.where(taint != 0, jnp.nan, x)
-                    sees = setup.sees(ids, k_ids.at[slot], x.shape, query_axis=0)
-                    plgpu.commit_smem()
-                    return jnp.where(sees, x, parts.UNSEEN)
-
-                (raw,) = setup.products((queries, k_smem.at[slot]), meanwhile=turn)
-                x = setup.capped(raw)
-                x = lax.cond((masked | anywhere) != 0, mask, lambda x: x, x)
-                keys.give(slot)
-                p, keep, top, total = parts.online_softmax(x, setup.unit, top, total)
-                kept, p = acc * along(keep, acc.shape, 0), p.astype(q.dtype)
-                # What ends with this turn is not to be put off beyond it.
-                kept, p, top, total = lax.optimization_barrier((kept, p, top, total))
-                arrive()
-                slot = values.take(i)
-                wait()
-                (acc,) = setup.accumulate((kept, p, v_smem.at[slot]))
-                values.give(slot)
-                return acc, top, total
-
-            none = setup.zeros(ROWS, dim), setup.per_row(parts.FLOOR), setup.per_row(0.0)
-            pl.when(index == 1)(turn)
-            acc, top, total = lax.fori_loop(0, steps, step, none)
-            pl.when(index == 0)(turn)
-            unseen = total == 0.0
-            total = jnp.where(unseen, 1.0, total)
-            lse = (top + jnp.log2(total)) * (1 / LOG2E)
-            queries[...] = (acc / along(total, acc.shape, 0)).astype(q.dtype)
-            lse_smem[index] = jnp.where(unseen, -jnp.inf, lse)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(queries, o_ref.at[mine, head])
-            plgpu.copy_smem_to_gmem(lse_smem.at[index], lse_ref.at[head, mine])
-            plgpu.wait_smem_to_gmem(0)
-
-        parts.roles(computing, compute, fetch)
-
     return setup.launch(
-        kernel,
+        lambda *refs: _kernel(setup, stages, block, tokens // bq, Refs(*refs)),
         outputs=(
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct((heads, tokens), jnp.float32),
@@ -151,6 +84,93 @@ def forward(
             parts.barriers(stages, 1, computing),
             plgpu.Barrier(num_arrivals=computing),
         ),
-        grid={"row": rows, "head": heads},
+        grid={"row": tokens // bq, "head": heads},
         computing=computing,
+        name="tree_attention_forward",
     )(q, k, v, *lists, tainted)
+
+
+def _kernel(setup: Setup, stages: int, block: int, rows: int, refs: Refs) -> None:
+    row = rows - 1 - lax.axis_index("row")  # the longest lists first
+    head = lax.axis_index("head")
+    kv = lax.div(head, setup.group)
+    steps, at = parts.row_walk(setup, refs.pairs, refs.start, row, block)
+    rings = [Ring(stages, *refs.k_barriers), Ring(stages, *refs.v_barriers)]
+
+    def copies(i):
+        here, _ = at(i)
+        keys = [(refs.k.at[here, kv], refs.ring_k), (refs.key_ids.at[kv, :, here], refs.ring_ids)]
+        return [keys, [(refs.v.at[here, kv], refs.ring_v)]]
+
+    def compute(index):
+        mine = pl.ds(row * setup.tile[0] + index * ROWS, ROWS)
+        own_q, own_lse = refs.own_q.at[index], refs.own_lse.at[index]
+        own = [(refs.q.at[mine, head], own_q), (refs.query_ids.at[:, mine], refs.own_ids.at[index])]
+        parts.fetch_own(own, refs.own_ready.at[index])
+        acc, top, total = _attend(setup, refs, rings, index, steps, lambda i: at(i)[1])
+        unseen = total == 0.0
+        total = jnp.where(unseen, 1.0, total)
+        own_q[...] = (acc / along(total, acc.shape, 0)).astype(setup.dtype)
+        own_lse[...] = jnp.where(unseen, -jnp.inf, (top + jnp.log2(total)) * (1 / LOG2E))
+        parts.write((own_q, refs.o.at[mine, head]), (own_lse, refs.lse.at[head, mine]))
+
+    computing = setup.tile[0] // ROWS
+    parts.roles(computing, compute, lambda: parts.fetch(steps, rings, copies))
+
+
+def _attend(
+    setup: Setup,
+    refs: Refs,
+    rings: list[Ring],
+    index: Value,
+    steps: Value,
+    masked: Callable[[Value], Value],
+) -> tuple[Value, Value, Value]:
+    """(weighted sum of values, maximum of scores, sum of weights) of one warpgroup's queries."""
+    keys, values = rings
+    arrive, wait = _turns(setup, refs.turns)
+    anywhere = refs.tainted[0]
+
+    def turn():
+        arrive()
+        wait()
+
+    def step(i, carry):
+        acc, top, total = carry
+        mark = masked(i) | anywhere
+        slot = keys.take(i)
+        (raw,) = setup.products((refs.own_q.at[index], refs.ring_k.at[slot]), meanwhile=turn)
+        x = setup.capped(raw)
+        x = lax.cond(mark != 0, lambda x: _mask(setup, refs, index, slot, x), lambda x: x, x)
+        keys.give(slot)
+        p, keep, top, total = parts.online_softmax(x, setup.unit, top, total)
+        kept, p = acc * along(keep, acc.shape, 0), p.astype(setup.dtype)
+        # What ends with this turn is not to be put off beyond it.
+        kept, p, top, total = lax.optimization_barrier((kept, p, top, total))
+        arrive()
+        slot = values.take(i)
+        wait()
+        (acc,) = setup.accumulate((kept, p, refs.ring_v.at[slot]))
+        values.give(slot)
+        return acc, top, total
+
+    none = setup.zeros(ROWS, setup.head_dim), setup.per_row(parts.FLOOR), setup.per_row(0.0)
+    pl.when(index == 1)(turn)
+    found = lax.fori_loop(0, steps, step, none)
+    pl.when(index == 0)(turn)
+    return found
+
+
+def _mask(setup: Setup, refs: Refs, index: Value, slot: Value, x: Value) -> Value:
+    taint = along(setup.load(refs.ring_ids.at[slot, 2], 1), x.shape, 1)
+    x = jnp.where(taint != 0, jnp.nan, x)
+    sees = setup.sees(refs.own_ids.at[index], refs.ring_ids.at[slot], x.shape, query_axis=0)
+    plgpu.commit_smem()
+    return jnp.where(sees, x, parts.UNSEEN)
+
+
+def _turns(setup: Setup, barrier: Ref) -> tuple[Any, Any]:
+    """(arrive, wait) at the change of turns; nothing where a warpgroup is alone."""
+    if setup.tile[0] // ROWS == 1:
+        return (lambda: None), (lambda: None)
+    return (lambda: plgpu.barrier_arrive(barrier)), (lambda: plgpu.barrier_wait(barrier))

@@ -18,6 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from forge_jax.attention.tiles import unpack
+
 ROWS = 64  # rows of an accumulator of one warpgroup
 SHARED_BYTES = 227 * 1024 - 4096  # of a Hopper block, less barriers and scratch
 STAGES = 3  # depth of a ring, where it fits
@@ -60,7 +62,9 @@ class Setup:
         spare = SHARED_BYTES - kept_rows * (row + 16)
         return min(STAGES, spare // (ring_rows * (row + 16)))
 
-    def launch(self, body: Callable, outputs: Any, scratch: Any, grid: dict, computing: int):
+    def launch(
+        self, body: Callable, *, outputs: Any, scratch: Any, grid: dict, computing: int, name: str
+    ) -> Callable:
         """`body` as a kernel over `grid`: axis name to size, the last one fastest."""
         return plgpu.kernel(
             body,
@@ -70,6 +74,7 @@ class Setup:
             grid_names=tuple(grid),
             num_threads=computing + 1,
             thread_name="warpgroup",
+            kernel_name=name,
             interpret=self.interpret,
             # Approximate exp2, log2 and division: 2 ulp of float32.
             compiler_params=plgpu.CompilerParams(
@@ -214,6 +219,49 @@ class Ring:
         """Leaves a slot to be filled again. Whoever read it by `Setup.load`, and not by a
         product, calls `commit_smem` first: a copy is not ordered after such reads."""
         plgpu.barrier_arrive(self.free.at[slot])
+
+
+def fetch(steps: Value, rings: list[Ring], copies: Callable[[Value], list]) -> None:
+    """What the fetching warpgroup does: ``copies(i)`` says for each ring what step i takes."""
+
+    def step(i, carry):
+        for ring, sources in zip(rings, copies(i), strict=True):
+            ring.fill(i, sources)
+        return carry
+
+    lax.fori_loop(0, steps, step, None)
+    for ring in rings:
+        ring.drained(steps)
+
+
+def fetch_own(copies: list[tuple[Ref, Ref]], ready: Ref) -> None:
+    """Copies what a computing warpgroup keeps, and waits for it."""
+    for source, destination in copies:
+        plgpu.copy_gmem_to_smem(source, destination, ready)
+    plgpu.barrier_wait(ready)
+
+
+def write(*copies: tuple[Ref, Ref]) -> None:
+    """Copies shared memory that was just assigned to where it is to stay."""
+    plgpu.commit_smem()
+    for source, destination in copies:
+        plgpu.copy_smem_to_gmem(source, destination)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def row_walk(
+    setup: Setup, pairs: Ref, start: Ref, row: Value, block: int
+) -> tuple[Value, Callable[[Value], tuple[Any, Value]]]:
+    """How many blocks of keys a query tile meets, and the (slice of keys, masked) of each."""
+    keys = setup.tile[1]
+    first = start[row]
+
+    def at(i):
+        pair, part = split(i, keys // block)
+        _, column, masked = unpack(pairs[first + pair])
+        return pl.ds(column * keys + part * block, block), masked
+
+    return (start[row + 1] - first) * (keys // block), at
 
 
 def barriers(stages: int, copies: int, computing: int) -> tuple:
