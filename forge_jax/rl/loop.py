@@ -83,7 +83,9 @@ async def reinforce(
             began = time.monotonic()
             taken = await collector.take(cfg.sched.batch, workers, refill=not cfg.sched.synchronous)
             collected = time.monotonic()
-            batch = await asyncio.to_thread(prepare, taken, cfg, costs.model())
+            # What a run that repeats to the bit packs may not depend on a clock.
+            cost = prior(step_cfg.model) if cfg.sched.synchronous else costs.model()
+            batch = await asyncio.to_thread(prepare, taken, cfg, cost)
             state, trained = await loop.run_in_executor(
                 device, train_step, state, batch, step, step_cfg, audit, costs
             )
