@@ -224,12 +224,13 @@ class PackedTree:
 class CarriedTree:
     """One tree beyond the budget, trained block by block of its depth-first order.
 
-    Block b is the tokens [b * block, (b + 1) * block). Its queries read the keys of its own
-    tokens and, carried over, of their ancestors in earlier blocks.
+    A block ends where the next one starts. Its queries read the keys of its own tokens and,
+    carried over, of their ancestors in earlier blocks.
     """
 
     tree: PackedTree  # whole and unpadded
-    block: int  # tokens of a block; the last one may have fewer
+    start: np.ndarray  # i64[B], first token of each block
+    sizes: np.ndarray  # i64[B], its padded tokens
 
 
 MicroBatch = PackedTree | CarriedTree

@@ -90,7 +90,7 @@ def train(said: dict[str, Any]) -> Iterator[dict[str, Any]]:
     pack = PackConfig(budget=job.budget, tile=job.tile, bucket_ratio=1.02)
     [part] = micro_batches([sample], "tree", pack)
     trained = int(sample.mask.sum())
-    blocks = -(-job.tokens // part.block) if isinstance(part, CarriedTree) else 1
+    blocks = len(part.start) if isinstance(part, CarriedTree) else 1
     with memory() as seen:
         loss, sums = 0.0, None
         began = time.perf_counter()

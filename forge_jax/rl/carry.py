@@ -1,15 +1,15 @@
 """Exact gradients of a tree beyond the budget, block by block of its depth-first order.
 
 A `CarriedTree` and parameters go in; what `step.gradients` gives for a micro-batch comes out
-for every block. Forward over the blocks, keys and values of the tokens that later blocks
-read are kept; then the blocks in reverse order are computed again, with the keys and values
-of their ancestors as inputs. Their gradients are added up, in at least float32, where the
-blocks that own them find them: the sum over the blocks is the gradient of the whole tree,
-wherever it is cut.
+for every block. A forward pass over the trunk, the tokens that later blocks read, keeps their
+keys and values; then the blocks are computed in reverse order, with the keys and values of
+their ancestors as inputs. Their gradients are added up, in at least float32, where the blocks
+that own them find them: the sum over the blocks is the gradient of the whole tree, wherever
+it is cut. What is computed twice is the trunk, forward.
 
 Beside one block's work the device holds keys and values [2, layers, tokens, K, D] of the
-tokens kept, at most those above the block borders, in the dtype of the layers; their
-gradients in float32; and both again for the context of the block, at most one path.
+trunk, the tokens above the block borders, in the dtype of the layers; their gradients in
+float32; and both again for the context of the block, at most one path.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from forge_jax.attention.tree import layout_of
 from forge_jax.rl.forward import TILES_GROWTH, Batch, StepConfig, occurrences, share_of_loss
 from forge_jax.rl.losses import Metrics
 from forge_jax.rl.prefetch import prefetch
-from forge_jax.sched.blocks import Block, Blocks, block, lay_out
+from forge_jax.sched.blocks import Block, Blocks, block, lay_out, trunk_block
 from forge_jax.sched.ladder import bucket
 from forge_jax.types import CarriedTree
 
@@ -50,20 +50,14 @@ def gradients(
     share of the loss, metrics, log-probs and terms, as `step.gradients` gives them; gradients
     of keys and values that cross a block are in those of the block that owns them."""
     blocks = lay_out(tree)
-    last = len(blocks.edges) - 1
-    numbers = [*range(last), *range(last, -1, -1)]
-    kept = _nothing(blocks, cfg, cfg.dtype)
+    kept = _trunk(params, blocks, cfg)
     d_kept = _nothing(blocks, cfg, _wide(cfg))
-    for at, ready in enumerate(prefetch(lambda n: to_ready(blocks, n, cfg), numbers)):
-        one, batch = ready
+    backward = range(blocks.number - 1, -1, -1)
+    for one, batch in prefetch(lambda n: to_ready(block(blocks, n), cfg), backward):
         context = _read(kept, one.context, _wide(cfg))
-        if at < last:
-            if one.kept:
-                kept = _write(kept, one.slot, _keys(params, batch, context, cfg))
-            jax.block_until_ready(kept)  # or the blocks to come would be allocated at once
-            continue
         d_own = _read(d_kept, one.slot, _wide(cfg))
         grads, d_context, *beside = _gradients(params, batch, context, d_own, denominator, cfg)
+        # Or the blocks to come would be allocated at once.
         d_kept = jax.block_until_ready(_add(d_kept, one.context, d_context))
         yield one.occurrence_index, grads, *beside
 
@@ -73,18 +67,25 @@ def logprobs(
 ) -> Iterator[tuple[np.ndarray, Float[Array, " M"]]]:
     """For each block the places of its occurrences, -1 at padding, and their log-probs."""
     blocks = lay_out(tree)
-    numbers = range(len(blocks.edges))
-    kept = _nothing(blocks, cfg, cfg.dtype)
-    for one, batch in prefetch(lambda n: to_ready(blocks, n, cfg), numbers):
+    kept = _trunk(params, blocks, cfg)
+    for one, batch in prefetch(lambda n: to_ready(block(blocks, n), cfg), range(blocks.number)):
         context = _read(kept, one.context, _wide(cfg))
-        logp, own = _logprobs(params, batch, context, cfg)
-        kept = jax.block_until_ready(_write(kept, one.slot, own))
-        yield one.occurrence_index, logp
+        yield one.occurrence_index, jax.block_until_ready(_logprobs(params, batch, context, cfg))
 
 
-def to_ready(blocks: Blocks, number: int, cfg: StepConfig) -> Ready:
+def _trunk(params: Any, blocks: Blocks, cfg: StepConfig) -> Kept:
+    """Keys and values of the tokens that later blocks read."""
+    kept = _nothing(blocks, cfg, cfg.dtype)
+    numbers = range(blocks.trunk_number)
+    for one, batch in prefetch(lambda n: to_ready(trunk_block(blocks, n), cfg), numbers):
+        context = _read(kept, one.context, _wide(cfg))
+        new = _keys(params, batch, context, cfg)
+        kept = jax.block_until_ready(_write(kept, one.slot, new))
+    return kept
+
+
+def to_ready(one: Block, cfg: StepConfig) -> Ready:
     """A block and the tiles that its queries visit among the keys of context and block."""
-    one = block(blocks, number)
     k_id = np.concatenate([one.context_id, one.id])
     smallest = 4 * -(-len(k_id) // cfg.tile)  # as of a micro-batch of so many tokens
     plan = build_plan(
@@ -112,7 +113,7 @@ def to_ready(blocks: Blocks, number: int, cfg: StepConfig) -> Ready:
 
 def padded_tokens(tree: CarriedTree) -> int:
     """Tokens of all blocks."""
-    return -(-tree.tree.n_tokens // tree.block) * tree.block
+    return int(tree.sizes.sum())
 
 
 def kept_bytes(tree: CarriedTree, cfg: StepConfig) -> int:
@@ -125,7 +126,7 @@ def kept_bytes(tree: CarriedTree, cfg: StepConfig) -> int:
 def executed_area(tree: CarriedTree, cfg: StepConfig) -> int:
     """(query, key) pairs in the tiles that one pass over all blocks visits, for one head."""
     blocks = lay_out(tree)
-    ready = (to_ready(blocks, number, cfg) for number in range(len(blocks.edges)))
+    ready = (to_ready(block(blocks, number), cfg) for number in range(blocks.number))
     if cfg.attention == "reference":
         return sum(len(one.id) * (len(one.id) + len(one.context)) for one, _ in ready)
     return sum(executed_pairs(batch.plan) for _, batch in ready)
@@ -137,7 +138,7 @@ def _wide(cfg: StepConfig) -> Any:
 
 def _shape(blocks: Blocks, cfg: StepConfig, dtype: Any) -> jax.ShapeDtypeStruct:
     model = cfg.model
-    slots = bucket(blocks.slots, FEWEST_SLOTS, SLOTS_GROWTH, 1)
+    slots = bucket(len(blocks.trunk), FEWEST_SLOTS, SLOTS_GROWTH, 1)
     shape = (2, model.layers, slots, model.kv_heads, model.head_dim)
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
@@ -170,9 +171,8 @@ def _keys(params: Any, batch: Batch, context: Array, cfg: StepConfig) -> Array:
 
 
 @partial(jax.jit, static_argnames=("cfg",))
-def _logprobs(params: Any, batch: Batch, context: Array, cfg: StepConfig) -> tuple[Array, Array]:
-    logp, _, own = occurrences(params, batch, cfg, context=tuple(context))
-    return logp, jnp.stack(own)
+def _logprobs(params: Any, batch: Batch, context: Array, cfg: StepConfig) -> Array:
+    return occurrences(params, batch, cfg, context=tuple(context))[0]
 
 
 @partial(jax.jit, static_argnames=("cfg",), donate_argnames=("context",))

@@ -11,6 +11,7 @@ import numpy as np
 from forge_jax.models.config import ModelConfig
 from forge_jax.rl.step import Updated
 from forge_jax.sched.cost import CostModel, Fit, analytic, sizes_of
+from forge_jax.sched.split import forest_of
 from forge_jax.types import CarriedTree, MicroBatch
 
 
@@ -28,9 +29,10 @@ def prior(model: ModelConfig) -> CostModel:
 
 
 def observe(fit: Fit, trees: Sequence[MicroBatch], done: Updated, tile: int) -> None:
-    """Tells `fit` what a step took, unless nothing was trained or a tree was carried, which
-    does some of its work twice."""
-    packed = [tree for tree in trees if not isinstance(tree, CarriedTree)]
-    if done.stepped and len(packed) == len(trees):
-        sizes = np.sum([sizes_of(tree, tile) for tree in packed], axis=0)
-        fit.observe(sizes, done.seconds)
+    """Tells `fit` what a step took, unless nothing was trained. Of a carried tree what is
+    computed twice is left out."""
+    if not done.stepped:
+        return
+    sizes = np.array([sizes_of(forest_of(tree), tile) for tree in trees])
+    sizes[:, 0] = [len(tree.start) if isinstance(tree, CarriedTree) else 1 for tree in trees]
+    fit.observe(sizes.sum(axis=0), done.seconds)

@@ -13,7 +13,9 @@ from forge_jax.sched.cost import CostModel
 from forge_jax.types import PackedTree
 
 FORWARD_SHARE = 1 / 3  # of a token's or a pair's cost that a forward pass alone has
+WORTH = 0.02  # of a tree's cost, that carrying must save: its blocks are programs of their own
 SLACK = 1.25  # of the makespan: uneven pieces cost nothing but memory, copies cost time
+GRID = 32  # places within a budget, leaves aside, where a block may begin
 EQUAL = 1e-9  # costs that differ by less are equal
 
 
@@ -28,10 +30,13 @@ class Tree:
         area = np.concatenate([[0], np.cumsum(depth + 1)])
         edges = np.searchsorted(forest.edge_token[: forest.n_edges], np.arange(lo, hi + 1))
         self._total = self._seconds(np.arange(hi - lo + 1), area, edges)
-        ends = np.flatnonzero(forest.exit[lo:hi] == np.arange(lo, hi) + 1) + 1
+        self._exit = forest.exit[lo:hi] - lo
+        ends = np.flatnonzero(self._exit == np.arange(hi - lo) + 1) + 1
         self._start, self._end = np.concatenate([[0], ends[:-1]]), ends  # of each leaf
 
-    def _seconds(self, tokens: np.ndarray, area: np.ndarray, edges: np.ndarray | int) -> np.ndarray:
+    def _seconds(
+        self, tokens: np.ndarray | int, area: np.ndarray, edges: np.ndarray | int
+    ) -> np.ndarray:
         cost = self._cost
         return cost.token * tokens + cost.area * area + cost.edge * edges
 
@@ -52,6 +57,11 @@ class Tree:
     def copies(self, starts: np.ndarray) -> float:
         """Cost of the ancestors that pieces beginning at the tokens `starts` take along."""
         return float(self._above(starts - self.lo).sum())
+
+    def trunk(self, budget: int) -> float:
+        """Cost of the tokens whose keys are carried over blocks of `budget` tokens."""
+        kept = trunk_of(self._exit, block_starts(self._depth, self._exit, budget))
+        return float(self._seconds(len(kept), (self._depth[kept] + 1).sum(), 0))
 
     def pieces(self, starts: np.ndarray) -> np.ndarray:
         """Cost of each of the pieces that begin at the tokens `starts`."""
@@ -150,10 +160,46 @@ def _range_min(values: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.nd
     return np.where(count > 0, np.minimum(stacked[row, left], stacked[row, right]), np.inf)
 
 
-def carries(tree: Tree, starts: np.ndarray | None) -> bool:
-    """Whether to carry keys and values from block to block rather than cut at `starts`: no
-    cut exists, or its copies cost more than the forward pass that carrying does twice."""
-    return starts is None or tree.copies(starts) > FORWARD_SHARE * tree.whole()
+def carries(tree: Tree, starts: np.ndarray, budget: int) -> bool:
+    """Whether to carry keys and values from block to block rather than cut at `starts`: the
+    copies cost more than a forward pass over the tokens that are carried, by a margin."""
+    saved = tree.copies(starts) - FORWARD_SHARE * tree.trunk(budget)
+    return saved > WORTH * tree.whole()
+
+
+def block_starts(depth: np.ndarray, exit: np.ndarray, budget: int) -> np.ndarray:
+    """First tokens i64[B] of blocks of at most `budget` tokens of a tree, by the `depth` and
+    the `exit` of its tokens: few blocks that begin below few ancestors.
+
+    A block is as good as `WORTH` of the budget, an ancestor as its forward pass. Blocks begin
+    where leaves do, or at a grid. Dynamic programming from the last place to the first.
+    """
+    n = len(depth)
+    leaves = np.flatnonzero(exit == np.arange(n) + 1) + 1
+    grid = np.arange(0, n, max(1, budget // GRID))
+    places = np.union1d(leaves[leaves < n], grid)
+    price = WORTH * budget + FORWARD_SHARE * depth[places]
+    ends = np.append(places, n)
+    last = np.searchsorted(ends, places + budget, "right") - 1  # furthest end of a block
+    total = np.zeros(len(places) + 1)  # of the blocks from each place on
+    following = np.zeros(len(places), np.int64)
+    for i in range(len(places) - 1, -1, -1):
+        reach = total[i + 1 : last[i] + 1]
+        following[i] = i + 1 + int(np.argmin(reach))
+        total[i] = price[i] + total[following[i]]
+    found = [0]
+    while following[found[-1]] < len(places):
+        found.append(int(following[found[-1]]))
+    return places[found]
+
+
+def trunk_of(exit: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Places of all ancestors of the tokens `starts` of a tree, ascending. With a token its
+    ancestors are among them."""
+    found = np.zeros(len(exit), bool)
+    for start in starts.tolist():
+        found[:start] |= exit[:start] > start
+    return np.flatnonzero(found)
 
 
 def ancestors(forest: PackedTree, root: int, token: int) -> np.ndarray:

@@ -16,7 +16,7 @@ from forge_jax.sched.cost import BY_TOKENS, CostModel
 from forge_jax.sched.ladder import OCCURRENCES_GROWTH, bucket, edges_rung, round_up
 from forge_jax.sched.merge import merge
 from forge_jax.sched.split import forest_of, split
-from forge_jax.types import CarriedTree, MicroBatch, PackedTree, Sample
+from forge_jax.types import MicroBatch, PackedTree, Sample
 
 ONE_DEVICE = MeshConfig()
 SMALLEST_TILES = 4  # tiles of the smallest micro-batch
@@ -35,22 +35,31 @@ def micro_batches(
 
     The budget is that of each rank which the tokens of a micro-batch are cut over, and there
     are as many micro-batches as keep every place of the data axis busy, if trees suffice.
-    A tree beyond the budget is cut or carried, whichever is cheaper by `cost`: see `split`.
+    A tree beyond the budget is cut or carried, on one device whichever is cheaper by `cost`:
+    see `split`.
     `occurrence_sample` and `occurrence_index` count over all of `samples`. Raises
     ValueError as `merge` does.
     """
     if not samples:
         return []
     cfg = replace(cfg, budget=cfg.budget * mesh.context)
-    parts = split(merge(samples, mode), cfg.budget, cost.without_tiles(cfg.side), mesh.data)
+    cost, alone = cost.without_tiles(cfg.side), mesh == ONE_DEVICE
+    parts = split(merge(samples, mode), cfg.budget, cost, mesh.data, carry=alone)
     packed = [part for part in parts if isinstance(part, PackedTree)]
     shapes = iter(_shapes(packed, cfg))
     return [
         pad(part, *next(shapes))
         if isinstance(part, PackedTree)
-        else CarriedTree(tree=part.tree, block=min(rung(part.block, cfg), cfg.budget))
+        else replace(part, sizes=_block_sizes(part.sizes, cfg))
         for part in parts
     ]
+
+
+def _block_sizes(tokens: np.ndarray, cfg: PackConfig) -> np.ndarray:
+    """Padded tokens of each block, as few different ones as little padding allows."""
+    rungs = [min(rung(n, cfg), cfg.budget) for n in tokens.tolist()]
+    joined = _joined(rungs, WASTE * float(tokens.sum()) - sum(rungs))
+    return np.array([joined[n] for n in rungs])
 
 
 def _shapes(parts: Sequence[PackedTree], cfg: PackConfig) -> list[tuple[int, int, int]]:

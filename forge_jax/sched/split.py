@@ -9,7 +9,7 @@ import numpy as np
 
 from forge_jax.sched.assign import assign
 from forge_jax.sched.cost import BY_TOKENS, CostModel
-from forge_jax.sched.cut import SLACK, Tree, ancestors, carries
+from forge_jax.sched.cut import SLACK, Tree, ancestors, block_starts, carries
 from forge_jax.types import CarriedTree, MicroBatch, PackedTree
 
 BALANCE = 1.05  # of the mean cost, that the dearest of the micro-batches of all ranks may have
@@ -17,14 +17,18 @@ FINER = (1, 2, 4, 8)  # pieces an even micro-batch would have, where trees are c
 
 
 def split(
-    forest: PackedTree, budget: int, cost: CostModel = BY_TOKENS, ranks: int = 1
+    forest: PackedTree,
+    budget: int,
+    cost: CostModel = BY_TOKENS,
+    ranks: int = 1,
+    carry: bool = True,
 ) -> list[MicroBatch]:
     """Micro-batches of at most `budget` tokens.
 
     A tree that is larger is cut between its leaves into pieces that take copies of their
     ancestors along; where one path is larger, or copies cost too much, it is carried: see
-    `cut.carries`. Trees and pieces are spread evenly over as few micro-batches as hold
-    them, which keeps their sizes alike.
+    `cut.carries`. Without `carry` copies never cost too much. Trees and pieces are spread
+    evenly over as few micro-batches as hold them, which keeps their sizes alike.
 
     With several `ranks`, that compute one micro-batch each at a time, the number of those
     that are not carried is a multiple of `ranks`, and smaller trees are cut too, the
@@ -32,13 +36,13 @@ def split(
     finer pieces make it no cheaper.
     """
     pieces = Tree(forest, 0, forest.n_tokens, cost)
-    start, alone = _pieces(forest, budget, cost, np.inf)
+    start, alone = _pieces(forest, budget, cost, carry)
     part = _spread(forest, start, alone, pieces, budget, ranks)
     even, dearest = _dearest(pieces.pieces(start)[~alone], part[~alone], ranks)
     for finer in FINER if ranks > 1 else ():
         if dearest <= BALANCE * even:
             break
-        tried, tried_alone = _pieces(forest, budget, cost, even / finer)
+        tried, tried_alone = _pieces(forest, budget, cost, carry, even / finer)
         tried_part = _spread(forest, tried, tried_alone, pieces, budget, ranks)
         price = pieces.pieces(tried)[~tried_alone]
         _, tried_dearest = _dearest(price, tried_part[~tried_alone], ranks)
@@ -50,7 +54,7 @@ def split(
 
 
 def _pieces(
-    forest: PackedTree, budget: int, cost: CostModel, dearest: float
+    forest: PackedTree, budget: int, cost: CostModel, carry: bool, dearest: float = np.inf
 ) -> tuple[np.ndarray, np.ndarray]:
     """First tokens of the pieces, ascending, and which of those are trees to be carried.
 
@@ -67,7 +71,8 @@ def _pieces(
             parts = 1 if dearest == np.inf else int(-(-seconds // dearest))
             slack = SLACK if dearest == np.inf else 1.0
             found = tree.cut(budget, parts, slack)
-            carried = hi - lo > budget and (found is None or carries(tree, found))
+            if hi - lo > budget:
+                carried = found is None or (carry and carries(tree, found, budget))
             cuts = cuts if found is None or carried else found
         starts.append(cuts)
         alone.append(np.full(len(cuts), carried))
@@ -94,9 +99,8 @@ def _dearest(price: np.ndarray, part: np.ndarray, ranks: int) -> tuple[float, fl
 
 
 def _carried(tree: PackedTree, budget: int) -> CarriedTree:
-    """`tree` in as few and as even blocks as the budget allows."""
-    blocks = -(-tree.n_tokens // budget)
-    return CarriedTree(tree=tree, block=-(-tree.n_tokens // blocks))
+    start = block_starts(tree.depth, tree.exit, budget)
+    return CarriedTree(tree=tree, start=start, sizes=np.diff(start, append=tree.n_tokens))
 
 
 def spread(size: np.ndarray, load: np.ndarray, budget: int, ranks: int = 1) -> np.ndarray:

@@ -16,11 +16,11 @@ from forge_jax.rl import carry, step
 from forge_jax.rl.costs import observe, prior
 from forge_jax.rl.losses import cispo
 from forge_jax.rl.step import StepConfig, Updated
-from forge_jax.sched.blocks import lay_out
+from forge_jax.sched.blocks import block, lay_out
 from forge_jax.sched.cost import Fit, sizes_of
 from forge_jax.sched.merge import merge
 from forge_jax.sched.pack import micro_batches
-from forge_jax.types import CarriedTree, MicroBatch, Sample
+from forge_jax.types import CarriedTree, MicroBatch, PackedTree, Sample
 
 CFG = StepConfig(model=MODEL, ratio_cap=1.5)
 EXACT = dataclasses.replace(CFG, dtype="float64", attention="reference")
@@ -46,10 +46,15 @@ def branching(seed: int, length: int = 30, branches: int = 7) -> list[Sample]:
     return samples
 
 
+def in_blocks(tree: PackedTree, block: int) -> CarriedTree:
+    start = np.arange(0, tree.n_tokens, block)
+    return CarriedTree(tree=tree, start=start, sizes=np.full(len(start), block))
+
+
 def carried(samples: Sequence[Sample], block: int) -> list[MicroBatch]:
     tree = merge(samples)
     assert (tree.parent == np.arange(tree.n_tokens)).sum() == 1
-    return [CarriedTree(tree=tree, block=block)]
+    return [in_blocks(tree, block)]
 
 
 def computed(parts: Sequence[MicroBatch], samples: Sequence[Sample], cfg: StepConfig) -> Any:
@@ -80,7 +85,7 @@ def test_any_cut_beside_any_micro_batch_gives_the_whole() -> None:
     everything = [*samples, *others]
     with precision("float64"):
         wanted = computed([*packed(samples, "tree"), *beside], everything, EXACT)
-        parts = [CarriedTree(tree=tree, block=6), *beside]
+        parts = [in_blocks(tree, 6), *beside]
         assert_close(computed(parts, everything, EXACT), wanted, 1e-10)
 
 
@@ -133,8 +138,8 @@ def test_long_trees_compile_a_few_times() -> None:
         ]
         for part in micro_batches(samples, "tree", PackConfig(budget=512)):
             blocks = lay_out(part)
-            for number in range(-(-part.tree.n_tokens // part.block)):
-                one, batch = carry.to_ready(blocks, number, cfg)
+            for number in range(blocks.number):
+                one, batch = carry.to_ready(block(blocks, number), cfg)
                 context, own = (
                     np.zeros((2, MODEL.layers, len(x), MODEL.kv_heads, MODEL.head_dim), np.float32)
                     for x in (one.context, one.slot)
@@ -146,7 +151,7 @@ def test_long_trees_compile_a_few_times() -> None:
 
 def test_steps_teach_what_they_cost() -> None:
     tree = packed(agentic(0, MODEL.vocab), "tree")
-    part = CarriedTree(tree=merge(branching(0)), block=16)
+    part = in_blocks(merge(branching(0)), 16)
     fit = Fit(prior(MODEL))
     done = Updated(
         stepped=True,
@@ -157,9 +162,8 @@ def test_steps_teach_what_they_cost() -> None:
         index=np.zeros(0, np.int64),
         seconds=3.0,
     )
-    for trees, said in ([*tree, part], done), (tree, dataclasses.replace(done, stepped=False)):
-        observe(fit, trees, said, CFG.tile)
-        assert fit.model() == prior(MODEL)
-    observe(fit, tree * 2, done, CFG.tile)
-    sizes = sum(sizes_of(t, CFG.tile) for t in tree)
-    assert 2 * fit.model().seconds(sizes) == pytest.approx(3.0, rel=0.01)
+    observe(fit, tree, dataclasses.replace(done, stepped=False), CFG.tile)
+    assert fit.model() == prior(MODEL)
+    observe(fit, [*tree, part], done, CFG.tile)
+    sizes = sum(sizes_of(t, CFG.tile) for t in [*tree, part.tree])
+    assert fit.model().seconds(sizes) == pytest.approx(3.0, rel=0.01)

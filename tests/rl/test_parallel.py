@@ -178,7 +178,8 @@ def test_many_batches_on_a_mesh_compile_a_few_times() -> None:
     mesh, params = make_mesh(**FAST[0]), parameters()
     for seed in range(20):
         samples = agentic(seed, MODEL.vocab, rollouts=12, turns=3)
-        parts = micro_batches(samples, "tree", PackConfig(tile=16, budget=256, bucket_ratio=2.0))
+        pack = PackConfig(tile=16, budget=256, bucket_ratio=2.0)
+        parts = micro_batches(samples, "tree", pack, mesh=MeshConfig(data=mesh.shape["data"]))
         for members in rows(parts, mesh.shape["data"], cfg):
             batch = lay_out(members, mesh.shape["context"], cfg).batch
             parallel.gradients.eval_shape(params, batch, 1.0, cfg, mesh)

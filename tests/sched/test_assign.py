@@ -41,7 +41,7 @@ def costs(parts: list) -> np.ndarray:
 def test_one_tree_is_balanced_over_ranks(seed: int, ranks: int) -> None:
     forest = merge(tree(seed, rollouts=64))
     for budget in (10**6, 3000):
-        parts = split(forest, budget, COST, ranks)
+        parts = split(forest, budget, COST, ranks, carry=False)
         found = costs(parts)
         assert len(parts) % ranks == 0
         assert imbalance(found, np.arange(len(parts)), len(parts)) <= 1.05

@@ -2,13 +2,14 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import combinations
 
 import numpy as np
 import pytest
 from synthetic import accidents, agentic, make_sample
 
 from forge_jax.sched.cost import BY_TOKENS, CostModel
-from forge_jax.sched.cut import SLACK, Tree, ancestors
+from forge_jax.sched.cut import SLACK, WORTH, Tree, ancestors, block_starts, trunk_of
 from forge_jax.sched.merge import MODES, merge
 from forge_jax.sched.split import divide, split
 from forge_jax.types import CarriedTree, MicroBatch, PackedTree
@@ -59,7 +60,10 @@ def test_splitting_loses_nothing_and_obeys_the_budget(seed: int, budget: int, mo
         assert sees.sum(axis=1).tolist() == (tree.depth + 1).tolist()
         assert (tree.exit > index).all()
         if isinstance(part, CarriedTree):
-            assert part.block <= budget < tree.n_tokens
+            assert np.diff(part.start, append=tree.n_tokens).tolist() == part.sizes.tolist()
+            assert part.sizes.min() >= 1
+            assert part.sizes.max() <= budget < tree.n_tokens
+            assert part.start[0] == 0
             assert (tree.parent == index).sum() == 1
         else:
             assert tree.n_tokens <= budget
@@ -78,7 +82,43 @@ def test_only_what_must_be_is_carried(seed: int) -> None:
     for budget in range(longest, 3 * longest, 7):
         cuts = Tree(forest, 0, forest.n_tokens, BY_TOKENS).cut(budget)
         assert cuts is not None
-        assert carried(budget) == (forest.depth[cuts].sum() > forest.n_tokens / 3)
+        starts = block_starts(forest.depth, forest.exit, budget)
+        trunk = set().union(*(ancestors(forest, 0, start).tolist() for start in starts))
+        assert trunk_of(forest.exit, starts).tolist() == sorted(trunk)
+        saved = forest.depth[cuts].sum() - len(trunk) / 3
+        assert carried(budget) == (saved > WORTH * forest.n_tokens)
+        parts = split(forest, budget, carry=False)
+        assert not any(isinstance(part, CarriedTree) for part in parts)
+
+
+def test_blocks_begin_below_few_ancestors() -> None:
+    rng = np.random.default_rng(0)
+    samples = [make_sample(rng, [5] * 20 + [i] * 62, [0] * 81 + [1]) for i in range(4)]
+    forest = merge(samples)
+    # Leaves begin at 82, 144 and 206, below 20 ancestors: two blocks hold three leaves or two.
+    assert block_starts(forest.depth, forest.exit, 200).tolist()[1] in (82, 144)
+    path = np.arange(1000)
+    alone = np.full(1000, 1000)
+    assert block_starts(path, alone, 1000).tolist() == [0]
+    assert block_starts(path, alone, 1).tolist() == path.tolist()
+    starts = block_starts(path, alone, 256)
+    assert len(starts) == 4
+    assert np.diff(starts, append=1000).max() <= 256
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_blocks_are_the_best_of_all(seed: int) -> None:
+    forest = merge(agentic(seed, vocab=100, rollouts=2, turns=1, system=4))
+    budget = int(forest.depth.max()) // 2 + 2
+    found = block_starts(forest.depth, forest.exit, budget)
+
+    def price(starts: tuple[int, ...]) -> float:
+        return sum(WORTH * budget + forest.depth[s] / 3 for s in starts)
+
+    n = forest.n_tokens
+    every = [(0, *inner) for size in range(1, 4) for inner in combinations(range(1, n), size)]
+    fit = [s for s in every if np.diff([*s, n]).max() <= budget]
+    assert price(tuple(found.tolist())) == pytest.approx(min(map(price, fit)))
 
 
 def divisions(leaves: int) -> Iterator[list[int]]:
@@ -137,7 +177,7 @@ def test_a_wide_tree_is_cut_evenly() -> None:
     rng = np.random.default_rng(0)
     trunk = [7] * 10
     samples = [make_sample(rng, [*trunk, i, *range(9)], [0] * 19 + [1]) for i in range(8)]
-    parts = split(merge(samples), 60)
+    parts = split(merge(samples), 60, carry=False)
     assert [part.n_tokens for part in parts] == [50, 50]
     assert [part.n_occurrences for part in parts] == [4, 4]
 
