@@ -13,7 +13,8 @@ from forge_jax.sched.cost import CostModel
 from forge_jax.types import PackedTree
 
 FORWARD_SHARE = 1 / 3  # of a token's or a pair's cost that a forward pass alone has
-WORTH = 0.02  # of a tree's cost, that carrying must save: its blocks are programs of their own
+WORTH = 0.06  # of a tree's cost, that carrying must save: about what contexts cost on a CPU
+BLOCK = 0.02  # of the budget, that a block more must save
 SLACK = 1.25  # of the makespan: uneven pieces cost nothing but memory, copies cost time
 GRID = 32  # places within a budget, leaves aside, where a block may begin
 EQUAL = 1e-9  # costs that differ by less are equal
@@ -171,14 +172,14 @@ def block_starts(depth: np.ndarray, exit: np.ndarray, budget: int) -> np.ndarray
     """First tokens i64[B] of blocks of at most `budget` tokens of a tree, by the `depth` and
     the `exit` of its tokens: few blocks that begin below few ancestors.
 
-    A block is as good as `WORTH` of the budget, an ancestor as its forward pass. Blocks begin
-    where leaves do, or at a grid. Dynamic programming from the last place to the first.
+    A block costs `BLOCK` of the budget, an ancestor its forward pass. Blocks begin where
+    leaves do, or at a grid. Dynamic programming from the last place to the first.
     """
     n = len(depth)
     leaves = np.flatnonzero(exit == np.arange(n) + 1) + 1
     grid = np.arange(0, n, max(1, budget // GRID))
     places = np.union1d(leaves[leaves < n], grid)
-    price = WORTH * budget + FORWARD_SHARE * depth[places]
+    price = BLOCK * budget + FORWARD_SHARE * depth[places]
     ends = np.append(places, n)
     last = np.searchsorted(ends, places + budget, "right") - 1  # furthest end of a block
     total = np.zeros(len(places) + 1)  # of the blocks from each place on

@@ -1,4 +1,6 @@
-"""The ladders that padded sizes climb: a size in, the rung that holds it out."""
+"""The ladders that padded sizes climb: a size in, the rung that holds it out; and the padding."""
+
+import numpy as np
 
 EDGES_PER_TOKEN = 1 / 32  # of the first rung of edges
 OCCURRENCES_GROWTH = 4  # from rung to rung; an occurrence is but a few scalars
@@ -22,3 +24,8 @@ def round_up(size: float, multiple: int) -> int:
 def edges_rung(edges: int, tokens: int, growth: float = 2.0) -> int:
     """Padded number of edges of a micro-batch of `tokens` padded tokens."""
     return bucket(edges, max(1, int(tokens * EDGES_PER_TOKEN)), growth, 1)
+
+
+def fill(x: np.ndarray, size: int, value: int = 0) -> np.ndarray:
+    """`x` [N] padded to `size` with `value`, in its own dtype. Raises ValueError if size < N."""
+    return np.append(x, np.full(size - len(x), value, x.dtype))

@@ -13,7 +13,7 @@ import numpy as np
 
 from forge_jax.config import MeshConfig, PackConfig
 from forge_jax.sched.cost import BY_TOKENS, CostModel
-from forge_jax.sched.ladder import OCCURRENCES_GROWTH, bucket, edges_rung, round_up
+from forge_jax.sched.ladder import OCCURRENCES_GROWTH, bucket, edges_rung, fill, round_up
 from forge_jax.sched.merge import merge
 from forge_jax.sched.split import forest_of, split
 from forge_jax.types import MicroBatch, PackedTree, Sample
@@ -124,9 +124,6 @@ def pad(tree: PackedTree, n: int, e: int, m: int) -> PackedTree:
     ):
         if size < have:
             raise ValueError(f"{name}={size} is less than the {have} there are")
-
-    def fill(x: np.ndarray, size: int, value: int = 0) -> np.ndarray:
-        return np.concatenate([x, np.full(size - len(x), value, x.dtype)])
 
     alone = np.arange(tree.n_tokens, n, dtype=np.int32)
     spare = int(tree.edge_token[0]) if tree.n_edges else 0

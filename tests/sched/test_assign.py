@@ -67,3 +67,11 @@ def test_what_cannot_be_cut_is_spread_as_well_as_it_goes() -> None:
     samples = [make_sample(rng, np.full(n, n), [0] * (n - 1) + [1]) for n in (90, 20, 10)]
     parts = split(merge(samples), 100, BY_TOKENS, 2)
     assert sorted(part.n_tokens for part in parts) == [30, 90]
+
+
+def test_items_that_cost_nothing_are_spread_by_number() -> None:
+    assert sorted(assign(np.zeros(6), 3).tolist()) == [0, 0, 1, 1, 2, 2]
+    rng = np.random.default_rng(0)
+    untrained = [make_sample(rng, np.full(60, n), [0] * 60) for n in range(5)]
+    parts = split(merge(untrained), 100, CostModel(edge=1.0), 2)
+    assert [part.n_tokens for part in parts] == [60] * 5

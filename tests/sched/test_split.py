@@ -9,7 +9,7 @@ import pytest
 from synthetic import accidents, agentic, make_sample
 
 from forge_jax.sched.cost import BY_TOKENS, CostModel
-from forge_jax.sched.cut import SLACK, WORTH, Tree, ancestors, block_starts, trunk_of
+from forge_jax.sched.cut import BLOCK, SLACK, WORTH, Tree, ancestors, block_starts, trunk_of
 from forge_jax.sched.merge import MODES, merge
 from forge_jax.sched.split import divide, split
 from forge_jax.types import CarriedTree, MicroBatch, PackedTree
@@ -113,7 +113,7 @@ def test_blocks_are_the_best_of_all(seed: int) -> None:
     found = block_starts(forest.depth, forest.exit, budget)
 
     def price(starts: tuple[int, ...]) -> float:
-        return sum(WORTH * budget + forest.depth[s] / 3 for s in starts)
+        return sum(BLOCK * budget + forest.depth[s] / 3 for s in starts)
 
     n = forest.n_tokens
     every = [(0, *inner) for size in range(1, 4) for inner in combinations(range(1, n), size)]
