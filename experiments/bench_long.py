@@ -10,7 +10,7 @@ again with keys and values carried over blocks of `budget` tokens, which must ag
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,23 +66,8 @@ def run(cfg: LongConfig, folder: Path) -> dict[str, Any]:
         "carried": (cfg.compare, cfg.budget),
         "long": (cfg.tokens, cfg.budget),
     }
-    found = {}
     with Progress(console=console) as bars:
-        for name, (tokens, budget) in jobs.items():
-            bar = bars.add_task(f"{tokens:,} tokens in blocks of {budget:,}", total=None)
-            job = PathJob(
-                model=cfg.model,
-                tokens=tokens,
-                budget=budget,
-                tile=cfg.tile,
-                seed=cfg.seed,
-                grads=str(folder / f"{name}.npz"),
-            )
-
-            def tell(done: int, of: int, bar: Any = bar) -> None:
-                bars.update(bar, completed=done, total=of)
-
-            found[name] = trained(name, job, folder, tell)
+        found = {name: measured(name, *job, cfg, folder, bars) for name, job in jobs.items()}
     loss, grads = differences(found, folder)
     if max(loss, grads) > TOLERANCE:
         raise RuntimeError(f"whole and carried differ: loss {loss:.1e}, gradients {grads:.1e}")
@@ -104,14 +89,23 @@ def run(cfg: LongConfig, folder: Path) -> dict[str, Any]:
     }
 
 
-def trained(
-    name: str, job: PathJob, folder: Path, tell: Callable[[int, int], None]
+def measured(
+    name: str, tokens: int, budget: int, cfg: LongConfig, folder: Path, bars: Progress
 ) -> dict[str, Any]:
-    """The result of one path's process; `tell` hears of every block."""
+    """The result of one path's process, which tells of every block."""
+    bar = bars.add_task(f"{tokens:,} tokens in blocks of {budget:,}", total=None)
+    job = PathJob(
+        model=cfg.model,
+        tokens=tokens,
+        budget=budget,
+        tile=cfg.tile,
+        seed=cfg.seed,
+        grads=str(folder / f"{name}.npz"),
+    )
     with Child(name, dataclasses.asdict(job), folder / f"{name}.log", WORKER) as child:
         answer = child.ask()
         while "blocks" in answer:
-            tell(answer["blocks"], answer["of"])
+            bars.update(bar, completed=answer["blocks"], total=answer["of"])
             answer = child.ask()
     return answer
 
