@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from forge_jax.sched.cut import trunk_of
-from forge_jax.sched.ladder import OCCURRENCES_GROWTH, bucket, edges_rung
+from forge_jax.sched.ladder import OCCURRENCES_GROWTH, bucket, edges_rung, fill
 from forge_jax.sched.split import grouped
 from forge_jax.types import CarriedTree, PackedTree
 
@@ -138,27 +138,24 @@ def _padded(
     place = np.minimum(np.searchsorted(blocks.trunk, own), slots - 1)
     slot = np.where(blocks.trunk[place] == own, place, slots)
 
-    def fill(x: np.ndarray, length: int, value: int = 0) -> np.ndarray:
-        x = x.astype(np.int32) if x.dtype == np.int64 else x
-        return np.concatenate([x, np.full(length - len(x), value, x.dtype)])
+    def places(x: np.ndarray, length: int, value: int = 0) -> np.ndarray:
+        return fill(x.astype(np.int32), length, value)
 
     return Block(
         tokens=fill(tree.tokens[own], size),
         depth=fill(tree.depth[own], size),
         id=ids,
         exit=np.concatenate([tree.exit[own], ids[len(own) :] + 1]).astype(np.int32),
-        slot=fill(slot, size, slots),
-        context=fill(np.searchsorted(blocks.trunk, above), s, slots),
-        context_id=fill(above, s),
+        slot=places(slot, size, slots),
+        context=places(np.searchsorted(blocks.trunk, above), s, slots),
+        context_id=places(above, s),
         context_exit=fill(tree.exit[above], s),
-        source=fill(np.searchsorted(own, tree.parent[children]), e),
+        source=places(np.searchsorted(own, tree.parent[children]), e),
         label=fill(tree.tokens[children], e),
         temperature=fill(tree.edge_temperature[edges], e, 1),
-        occurrence_edge=fill(np.searchsorted(edges, tree.occurrence_edge[occurrences]), m),
+        occurrence_edge=places(np.searchsorted(edges, tree.occurrence_edge[occurrences]), m),
         old_logp=fill(tree.old_logp[occurrences], m),
         advantage=fill(tree.advantage[occurrences], m),
         weight=fill(tree.weight[occurrences], m),
-        occurrence_index=np.append(
-            tree.occurrence_index[occurrences], np.full(m - len(occurrences), -1)
-        ),
+        occurrence_index=fill(tree.occurrence_index[occurrences], m, -1),
     )
