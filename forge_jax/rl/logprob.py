@@ -21,6 +21,9 @@ from jaxtyping import Array, Float, Int
 CHUNK_LOGITS = 1 << 21  # logits of one chunk: 8 MiB of float32, which a last-level cache holds
 SMALLEST_CHUNK = 64  # edges; fewer would read the unembedding too often
 
+# Full precision also where a device would rather round float32 factors.
+_dot = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+
 
 def edge_logprob(
     h: Float[Array, "N E"],
@@ -124,7 +127,7 @@ def _forward(h, w, source, label, temperature, axis, vocab):
 
     def chunk(_, edge):
         source, label, temperature = edge
-        z = (wide_h[source] @ wide_w) / temperature.astype(wide_w.dtype)[:, None]
+        z = _dot(wide_h[source], wide_w) / temperature.astype(wide_w.dtype)[:, None]
         if vocab is not None:
             z = jnp.where(words < vocab, z, jnp.finfo(z.dtype).min)
         top = jnp.max(z, axis=1)
@@ -150,14 +153,14 @@ def _backward(axis, vocab, saved, cotangent):
         source, label, temperature, entropy, lse, d_logp, d_entropy = edge
         rows = wide_h[source]
         temperature = temperature.astype(dw.dtype)
-        logp = (rows @ wide_w) / temperature[:, None] - lse[:, None]
+        logp = _dot(rows, wide_w) / temperature[:, None] - lse[:, None]
         # Padded edges have zero cotangents; a finite p times 0 is 0.
         slope = d_logp[:, None] + d_entropy[:, None] * (logp + entropy[:, None])
         dz = jnp.where(words == label[:, None], d_logp[:, None], 0) - jnp.exp(logp) * slope
         if vocab is not None:
             dz = jnp.where(words < vocab, dz, 0)
         dz = dz / temperature[:, None]
-        return dw + rows.T @ dz, dz @ wide_w.T
+        return dw + _dot(rows.T, dz), _dot(dz, wide_w.T)
 
     dw, rows = jax.lax.scan(chunk, jnp.zeros_like(wide_w), (*edges, *cotangent))
     dh = jnp.zeros_like(wide_h).at[edges[0].reshape(-1)].add(rows.reshape(-1, h.shape[1]))

@@ -63,6 +63,16 @@ def test_low_precision_weights_are_computed_in_float32() -> None:
     np.testing.assert_allclose(logp, direct(*rounded, *rest)[0], atol=1e-4)
 
 
+def test_products_are_of_whole_factors_on_any_device() -> None:
+    h, w, *rest = case(12, "float32")
+
+    def loss(h, w):
+        return sum(x.sum() for x in edge_logprob(h, w, *rest, chunk=4))
+
+    text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(h, w).as_text()
+    assert text.count("precision = [HIGHEST, HIGHEST]") == text.count("stablehlo.dot_general") > 0
+
+
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_nothing_of_edges_by_vocabulary_is_ever_made(ranks: int) -> None:
     edges, columns, chunk = 4096, 3001, 256
