@@ -78,9 +78,11 @@ def tree_attention(
     TPUs and for Hopper GPUs; "reference" is dense, for small inputs; "auto" is the fastest for
     the default device.
     Raises UserError for an unknown implementation, NotImplementedError for an unsupported
-    dtype, ValueError where shapes disagree with each other or the plan, or the plan is not
-    laid out for the implementation.
+    dtype, ValueError where shapes disagree with each other or the plan, the plan is not laid
+    out for the implementation, or `softcap` is not positive.
     """
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"{softcap=} must be positive")
     chosen = resolve(implementation)
     _check(q, k, v, plan, chosen)
     if chosen == "reference":

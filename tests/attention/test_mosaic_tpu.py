@@ -187,9 +187,9 @@ def test_what_a_tpu_cannot_do_is_named() -> None:
         with pytest.raises(error or NotImplementedError, match=match):
             jax.eval_shape(lambda: attention(*(x.astype(dtype) for x in (q, k, v)), plan, scale=1))
 
-    refused("float16", dtype="float16")
+    refused("float16; attention=xla", dtype="float16")
     with jax.enable_x64(True):
-        refused("float64", dtype="float64")
+        refused("float64; attention=xla", dtype="float64")
     refused(r"tile=\(64, 128\) .* multiple of 128", tile=(64, 128))
     refused("smaller tiles", tile=(4096, 4096))
     long = tree_plan(np.full(8, 8), tile=TILE, layout="tiles", bucket=lambda size: 1 << 18)

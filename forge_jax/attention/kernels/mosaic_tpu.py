@@ -66,7 +66,10 @@ def attention(
     """
     for x in (q, k, v):
         if x.dtype not in (jnp.bfloat16, jnp.float32):
-            raise NotImplementedError(f"TPU kernels of attention over dtype {x.dtype}")
+            raise NotImplementedError(
+                f"attention=mosaic_tpu takes bfloat16 and float32, not {x.dtype}; "
+                "attention=xla runs on any device"
+            )
     if not isinstance(plan.lists, Tiles):
         raise ValueError("TPU kernels of attention walk a plan laid out in tiles, not in steps")
     if not interpret and any(side % LANES for side in plan.tile):
