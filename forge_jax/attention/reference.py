@@ -1,8 +1,7 @@
 """Dense attention under the prefix-tree predicate: the oracle of every faster kernel.
 
 Queries, keys, values and their ids flow in; outputs and log-sum-exps flow out.
-Query i sees key j iff ``q_from[i] <= k_id[j] <= q_id[i] < k_exit[j]``, and nothing else
-reaches it.
+Query i sees key j iff ``q_from[i] <= k_id[j] <= q_id[i] < k_exit[j]``.
 """
 
 import jax.numpy as jnp
@@ -23,11 +22,10 @@ def reference_attention(
 ) -> tuple[Float[Array, "T H D"], Float[Array, "H T"]]:
     """Softmax attention with the whole [T, S] mask in memory: for small T and S.
 
-    Query head h reads key head ``h // (H // K)``. Scores and sums are float32, or
-    float64 for float64 inputs. Returns (o, lse), o in the dtype of `q`; a query that
-    sees nothing has o = 0 and lse = -inf, and gradients of 0. Keys and values wider than
-    `q` are rounded to its dtype first. With a `softcap` c a score s becomes
-    ``c tanh(s / c)`` (arXiv 2408.00118).
+    Query head h reads key head ``h // (H // K)``. Scores and sums are float32, or float64 for
+    float64 inputs. Returns (o, lse), o in the dtype of `q`; a query that sees nothing has o = 0
+    and lse = -inf, and gradients of 0. Keys and values wider than `q` are rounded to its dtype
+    first. With a `softcap` c a score s becomes ``c tanh(s / c)`` (arXiv 2408.00118).
     """
     (t, h, d), kv = q.shape, k.shape[1]
     wide = jnp.promote_types(q.dtype, jnp.float32)
@@ -44,10 +42,9 @@ def reference_attention(
     top = jnp.max(scores, axis=-1, keepdims=True, initial=jnp.finfo(wide).min)
     weights = jnp.where(sees[None, None], jnp.exp(scores - top), 0.0)
     total = jnp.sum(weights, axis=-1)
-    seen = total > 0
-    safe = jnp.where(seen, total, 1.0)
+    safe = jnp.where(total > 0, total, 1.0)
     # A value nobody sees must not leak even if it is NaN.
     visible = jnp.any(sees, axis=0)[:, None, None]
     out = jnp.einsum("kgts,skd->tkgd", weights / safe[..., None], jnp.where(visible, v, 0.0))
-    lse = jnp.where(seen, top[..., 0] + jnp.log(safe), -jnp.inf)
+    lse = jnp.where(total > 0, top[..., 0] + jnp.log(safe), -jnp.inf)
     return out.reshape(t, h, d).astype(q.dtype), lse.reshape(h, t)

@@ -91,8 +91,7 @@ async def reinforce(
             )
             await engine.swap(step, state.params)
             row = {"step": step} | episode_row(taken) | batch_row(batch.samples, batch.trees)
-            row |= trained
-            row["seconds_collect"] = collected - began
+            row |= trained | {"seconds_collect": collected - began}
             row["seconds_update"] = time.monotonic() - collected
             record = Step(state=state, cursors=collector.state(), batch=batch, row=row)
             await loop.run_in_executor(device, on_step, record)
