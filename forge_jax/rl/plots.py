@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from forge_jax.rl.forest_plot import trained
 from forge_jax.types import PackedTree
 
 # One panel each: title, rows of metrics.jsonl drawn in it.
@@ -54,13 +55,12 @@ def draw_forest(path: Path, tree: PackedTree, show: Callable[[int], str], leaves
     shown = np.flatnonzero(top < leaves)
     deepest = int(tree.depth[shown].max()) + 1
     rows = int(min(bottom[shown].max(), leaves))
-    trained = np.zeros(len(tree.tokens), bool)
-    trained[tree.edge_token[: tree.n_edges]] = True
+    marked = trained(tree)
     figure = Figure(figsize=(max(4.0, 0.24 * deepest), max(2.0, 0.2 * rows)), layout="constrained")
     axis = figure.subplots()
     for i in shown:
         height = min(bottom[i], leaves) - top[i]
-        axis.add_patch(cell(float(tree.depth[i]), float(top[i]), float(height), bool(trained[i])))
+        axis.add_patch(cell(float(tree.depth[i]), float(top[i]), float(height), bool(marked[i])))
         label = printable(show(int(tree.tokens[i])))
         middle = top[i] + height / 2
         axis.text(tree.depth[i] + 0.5, middle, label, ha="center", va="center", fontsize=7)

@@ -18,7 +18,7 @@ from forge_jax.rl.context import Shares, share
 from forge_jax.rl.costs import prior
 from forge_jax.rl.forward import TILES_GROWTH, Batch, StepConfig
 from forge_jax.sched.cost import sizes_of
-from forge_jax.sched.ladder import OCCURRENCES_GROWTH, bucket
+from forge_jax.sched.ladder import OCCURRENCES_GROWTH, bucket, fill
 from forge_jax.types import PackedTree
 
 EDGES_GROWTH = 1.25  # from rung to rung above a rank's share of the padded edges
@@ -112,25 +112,21 @@ def _part(
     real = tokens[tokens < n]  # padding comes last in the order
     child = tree.edge_token[edge]
     return {
-        "tokens": _fill(tree.tokens[real], len(tokens)),
-        "depth": _fill(tree.depth[real], len(tokens)),
-        "source": _fill(_places(tokens, tree.parent[child]), edges),
-        "label": _fill(tree.tokens[child], edges),
-        "temperature": _fill(tree.edge_temperature[edge], edges, 1),
-        "occurrence_edge": _fill(_places(edge, tree.occurrence_edge[occurrence]), occurrences),
-        "old_logp": _fill(tree.old_logp[occurrence], occurrences),
-        "advantage": _fill(tree.advantage[occurrence], occurrences),
-        "weight": _fill(tree.weight[occurrence], occurrences),
-        "places": _fill(tree.occurrence_index[occurrence], occurrences, -1),
+        "tokens": fill(tree.tokens[real], len(tokens)),
+        "depth": fill(tree.depth[real], len(tokens)),
+        "source": fill(_places(tokens, tree.parent[child]), edges),
+        "label": fill(tree.tokens[child], edges),
+        "temperature": fill(tree.edge_temperature[edge], edges, 1),
+        "occurrence_edge": fill(_places(edge, tree.occurrence_edge[occurrence]), occurrences),
+        "old_logp": fill(tree.old_logp[occurrence], occurrences),
+        "advantage": fill(tree.advantage[occurrence], occurrences),
+        "weight": fill(tree.weight[occurrence], occurrences),
+        "places": fill(tree.occurrence_index[occurrence], occurrences, -1),
     }
 
 
 def _places(among: np.ndarray, of: np.ndarray) -> np.ndarray:
     return np.searchsorted(among, of).astype(np.int32)
-
-
-def _fill(x: np.ndarray, size: int, value: int = 0) -> np.ndarray:
-    return np.append(x, np.full(size - len(x), value, x.dtype))
 
 
 def _nothing() -> PackedTree:
