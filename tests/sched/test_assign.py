@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from synthetic import agentic, make_sample
-from test_split import occurrences
+from test_forest_split import occurrences
 
 from forge_jax.sched.assign import assign, imbalance
 from forge_jax.sched.cost import BY_TOKENS, CostModel, sizes_of
