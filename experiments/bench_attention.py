@@ -82,10 +82,10 @@ def run(cfg: AttentionConfig) -> dict[str, Any]:
     device = jax.devices()[0]
     implementation = supported(cfg)
     exit_, depth = tokens_of(cfg)
-    tile = cfg.tile or default_tile(implementation)
+    tile = cfg.tile or default_tile(implementation, cfg.dtype)
     plan = tree_plan(
-        exit_, depth, cfg.window, tile=(tile[0], tile[1]), layout=layout_of(implementation),
-        bucket=lambda size: size,
+        exit_, depth, cfg.window, tile=(tile[0], tile[1]), bucket=lambda size: size,
+        layout=layout_of(implementation, cfg.dtype),
     )  # fmt: skip
     area = int(np.minimum(depth + 1, cfg.window or len(depth)).sum())
     attend = partial(
@@ -112,7 +112,7 @@ def run(cfg: AttentionConfig) -> dict[str, Any]:
 def supported(cfg: AttentionConfig) -> str:
     """The implementation that is meant. Raises UserError where it does not run."""
     try:
-        chosen = resolve(cfg.implementation)
+        chosen = resolve(cfg.implementation, cfg.dtype)
     except NotImplementedError as error:
         raise UserError(str(error)) from error
     here = jax.default_backend()

@@ -40,7 +40,7 @@ class LongConfig:
     tokens: int = 65_536
     budget: int = 4096
     compare: int = 8192
-    tile: int = 64
+    tile: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:

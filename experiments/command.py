@@ -26,6 +26,9 @@ from forge_jax.config import UserError
 OmegaConf.register_new_resolver("run_folder", lambda resume, fresh: resume or fresh)
 CONFIGS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "configs")
 
+# What the caller can mend; an unsupported case names the way out.
+MISTAKES = (UserError, NotImplementedError, HydraException, OmegaConfBaseException)
+
 Main = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 
 
@@ -134,4 +137,4 @@ def _mistake(error: Exception) -> Exception | None:
     if isinstance(error, ExceptionGroup):
         mistakes = [_mistake(member) for member in error.exceptions]
         return mistakes[0] if all(mistakes) else None
-    return error if isinstance(error, UserError | HydraException | OmegaConfBaseException) else None
+    return error if isinstance(error, MISTAKES) else None

@@ -97,7 +97,7 @@ def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
 def load_replay(mapping: Mapping[str, Any]) -> ReplayConfig:
     """A replay whose tile suits its device, unless it says another. Raises UserError."""
     cfg = load(ReplayConfig, mapping)
-    return replace(cfg, pack=tiled(cfg.pack, cfg.attention))
+    return replace(cfg, pack=tiled(cfg.pack, cfg.attention, cfg.dtype))
 
 
 def replay(cfg: ReplayConfig) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def replay(cfg: ReplayConfig) -> dict[str, Any]:
         "tokens_per_second": tokens / typical,
         "peak_rss_bytes": peak_rss(),
         "merge": cfg.merge,
-        "attention": implementation_of(cfg.attention),
+        "attention": implementation_of(cfg.attention, cfg.dtype),
         "device": jax.devices()[0].device_kind,
     }
 

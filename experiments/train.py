@@ -32,7 +32,7 @@ def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
     if mapping["resume"] is not None:
         mapping = continued(Path(mapping["resume"]), list(HydraConfig.get().overrides.task))
     cfg = load(TrainConfig, mapping)
-    cfg = replace(cfg, pack=tiled(cfg.pack, cfg.attention))
+    cfg = replace(cfg, pack=tiled(cfg.pack, cfg.attention, "float32"))
     if cfg.resume is None and (folder / "config.yaml").exists():
         raise UserError(f"hydra.run.dir={folder} holds a run already: resume={folder}")
     if cfg.resume is not None and Path(cfg.resume).resolve() != folder.resolve():

@@ -24,6 +24,7 @@ from experiments.models import resolve
 from forge_jax.config import PackConfig
 from forge_jax.models.hf import flat_names
 from forge_jax.rl import carry, step
+from forge_jax.rl.forward import tiled
 from forge_jax.rl.step import StepConfig
 from forge_jax.sched.pack import micro_batches
 from forge_jax.types import CarriedTree, PackedTree, Sample
@@ -38,7 +39,7 @@ class PathJob:
     model: str
     tokens: int
     budget: int
-    tile: int
+    tile: int | None
     seed: int
     grads: str  # .npz to write them to
 
@@ -85,9 +86,10 @@ def train(said: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """{"blocks": done, "of": all} as they are done, then the result."""
     job = PathJob(**said)
     model = resolve(job.model, job.seed)
-    cfg = StepConfig(model=model.cfg, tile=job.tile)
     sample = path_of(job, model.cfg.vocab)
     pack = PackConfig(budget=job.budget, tile=job.tile, bucket_ratio=1.02)
+    pack = tiled(pack, "auto", "float32")
+    cfg = StepConfig(model=model.cfg, tile=pack.side)
     [part] = micro_batches([sample], "tree", pack)
     trained = int(sample.mask.sum())
     blocks = len(part.start) if isinstance(part, CarriedTree) else 1

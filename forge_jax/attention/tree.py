@@ -4,6 +4,8 @@ Queries, keys, values and a `TilePlan` flow in; outputs and log-sum-exps flow ou
 same for every implementation.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -25,8 +27,9 @@ KERNELS = {
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
 
 
-def resolve(implementation: str) -> str:
-    """The implementation that "auto" stands for on this machine's default device.
+def resolve(implementation: str, dtype: Any) -> str:
+    """The implementation that "auto" stands for on this machine's default device, for queries
+    of `dtype`: on a GPU the kernels multiply 16-bit factors, and the scan the others.
 
     Raises UserError for an unknown one, NotImplementedError on a device without one.
     """
@@ -42,18 +45,19 @@ def resolve(implementation: str) -> str:
         raise NotImplementedError(
             f"attention on {platform}: choose attention=xla, which runs there"
         )
-    return BY_PLATFORM[platform]
+    wide = jnp.dtype(dtype).itemsize > 2
+    return "xla" if platform == "gpu" and wide else BY_PLATFORM[platform]
 
 
-def layout_of(implementation: str) -> str:
+def layout_of(implementation: str, dtype: Any) -> str:
     """The layout of plans that an implementation walks: see `build_plan`."""
-    return "tiles" if resolve(implementation).startswith("mosaic") else "steps"
+    return "tiles" if resolve(implementation, dtype).startswith("mosaic") else "steps"
 
 
-def default_tile(implementation: str) -> tuple[int, int]:
+def default_tile(implementation: str, dtype: Any) -> tuple[int, int]:
     """Queries and keys of a tile that suit an implementation."""
     tiles = {"mosaic_tpu": mosaic_tpu.TILE, "mosaic_gpu": mosaic_gpu.TILE}
-    return tiles.get(resolve(implementation), (64, 64))
+    return tiles.get(resolve(implementation, dtype), (64, 64))
 
 
 def tree_attention(
@@ -75,15 +79,15 @@ def tree_attention(
     ``c tanh(s / c)`` (arXiv 2408.00118).
 
     "xla" is the live-tile scan, for any device; "mosaic_tpu" and "mosaic_gpu" are kernels for
-    TPUs and for Hopper GPUs; "reference" is dense, for small inputs; "auto" is the fastest for
-    the default device.
+    TPUs and for Hopper GPUs; "reference" is dense, for small inputs; "auto" is the one
+    for the default device and the dtype: see `resolve`.
     Raises UserError for an unknown implementation, NotImplementedError for an unsupported
     dtype, ValueError where shapes disagree with each other or the plan, the plan is not laid
     out for the implementation, or `softcap` is not positive.
     """
     if softcap is not None and softcap <= 0:
         raise ValueError(f"{softcap=} must be positive")
-    chosen = resolve(implementation)
+    chosen = resolve(implementation, q.dtype)
     _check(q, k, v, plan, chosen)
     if chosen == "reference":
         return _dense(q, k, v, plan, scale, softcap)
@@ -112,7 +116,7 @@ def _check(q: Array, k: Array, v: Array, plan: TilePlan, implementation: str) ->
     if k.dtype != v.dtype or jnp.promote_types(q.dtype, k.dtype) != k.dtype:
         raise NotImplementedError(f"attention of {q.dtype} queries over {k.dtype} and {v.dtype}")
     layout = "tiles" if isinstance(plan.lists, Tiles) else "steps"
-    if implementation != "reference" and layout != layout_of(implementation):
+    if implementation != "reference" and layout != layout_of(implementation, q.dtype):
         raise ValueError(f"a plan of {layout} for {implementation}")
     (bq, bk), spare = plan.tile, layout == "steps"
     planned = plan.q_id.shape[0], plan.k_id.shape[0] - bk * spare

@@ -93,7 +93,7 @@ def to_ready(one: Block, cfg: StepConfig) -> Ready:
         k_id,
         np.concatenate([one.context_exit, one.exit]),
         tile=cfg.tile,
-        layout=layout_of(cfg.attention),
+        layout=layout_of(cfg.attention, cfg.dtype),
         bucket=lambda listed: bucket(listed, smallest, TILES_GROWTH, 1),
     )
     batch = Batch(

@@ -59,12 +59,12 @@ class Batch:
     plan: TilePlan
 
 
-def tiled(pack: PackConfig, attention: str) -> PackConfig:
-    """`pack` with the tile that suits the implementation of attention, unless it has one.
+def tiled(pack: PackConfig, attention: str, dtype: str) -> PackConfig:
+    """`pack` with the tile that suits the attention of layers of `dtype`, unless it has one.
 
     Raises UserError for an unknown implementation.
     """
-    return replace(pack, tile=pack.tile or default_tile(attention)[0])
+    return replace(pack, tile=pack.tile or default_tile(attention, dtype)[0])
 
 
 def to_batch(tree: PackedTree, cfg: StepConfig) -> Batch:
@@ -74,7 +74,9 @@ def to_batch(tree: PackedTree, cfg: StepConfig) -> Batch:
     def rung(listed: int) -> int:
         return bucket(listed, smallest, TILES_GROWTH, 1)
 
-    plan = tree_plan(tree.exit, tile=cfg.tile, layout=layout_of(cfg.attention), bucket=rung)
+    plan = tree_plan(
+        tree.exit, tile=cfg.tile, layout=layout_of(cfg.attention, cfg.dtype), bucket=rung
+    )
     return Batch(
         tokens=tree.tokens,
         depth=tree.depth,

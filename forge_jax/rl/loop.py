@@ -16,7 +16,7 @@ from typing import Any
 from forge_jax.config import TrainConfig
 from forge_jax.rl.audit import Audit
 from forge_jax.rl.collect import Collector, Taken
-from forge_jax.rl.costs import observe, prior
+from forge_jax.rl.costs import observe, prior, trusted
 from forge_jax.rl.credit import group_samples
 from forge_jax.rl.measure import batch_row, episode_row
 from forge_jax.rl.parallel import update
@@ -83,8 +83,7 @@ async def reinforce(
             began = time.monotonic()
             taken = await collector.take(cfg.sched.batch, workers, refill=not cfg.sched.synchronous)
             collected = time.monotonic()
-            # What a run that repeats to the bit packs may not depend on a clock.
-            cost = prior(step_cfg.model) if cfg.sched.synchronous else costs.model()
+            cost = trusted(costs, step_cfg.model, cfg.sched.synchronous)
             batch = await asyncio.to_thread(prepare, taken, cfg, cost)
             state, trained = await loop.run_in_executor(
                 device, train_step, state, batch, step, step_cfg, audit, costs

@@ -88,7 +88,7 @@ def _sorted(
             "is beyond pack.budget x mesh.context, and keys are carried from block to block "
             "only where mesh.context=1; raise pack.budget or mesh.context"
         )
-    if carried and resolve(cfg.attention).startswith("mosaic"):
+    if carried and resolve(cfg.attention, cfg.dtype).startswith("mosaic"):
         raise UserError(
             f"attention={cfg.attention}: a tree of {carried[0].tree.n_tokens} tokens is beyond "
             "pack.budget, and on a mesh keys are carried from block to block by attention=xla"

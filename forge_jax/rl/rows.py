@@ -74,7 +74,7 @@ def lay_out(trees: Sequence[PackedTree], ranks: int, cfg: StepConfig) -> Row:
     plans = build_plans(
         [ids for pair in zip(trees, dealt, strict=True) for ids in _ids(*pair)],
         tile=cfg.tile,
-        layout=layout_of(cfg.attention),
+        layout=layout_of(cfg.attention, cfg.dtype),
         bucket=lambda listed: bucket(listed, smallest, TILES_GROWTH, 1),
     )
     parts = [

@@ -31,9 +31,9 @@ def split(
     evenly over as few micro-batches as hold them, which keeps their sizes alike.
 
     With several `ranks`, that compute one micro-batch each at a time, the number of those
-    that are not carried is a multiple of `ranks`, and smaller trees are cut too, the
-    largest first, until the dearest micro-batch is within `BALANCE` of the mean cost or
-    finer pieces make it no cheaper.
+    that are not carried is a multiple of `ranks` if there are pieces enough, and smaller
+    trees are cut too, the largest first, until the dearest micro-batch is within `BALANCE`
+    of the mean cost or finer pieces make it no cheaper.
     """
     pieces = Tree(forest, 0, forest.n_tokens, cost)
     start, alone = _pieces(forest, budget, cost, carry)

@@ -16,7 +16,7 @@ from random_forests import depths, fixed, forest
 
 from forge_jax.attention.plan import TilePlan, build_plan, tree_plan
 from forge_jax.attention.reference import reference_attention
-from forge_jax.attention.tree import tree_attention
+from forge_jax.attention.tree import default_tile, layout_of, resolve, tree_attention
 from forge_jax.config import UserError
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
@@ -253,6 +253,24 @@ def test_nothing_of_the_size_of_the_mask_is_made_but_by_the_reference(implementa
     sides = re.findall(r"\[(\d+(?:,\d+)*)\]", text)
     largest = max(math.prod(map(int, found.split(","))) for found in sides)
     assert largest >= n * n if implementation == "reference" else largest < n * n / 4
+
+
+def test_auto_is_what_suits_the_device_and_the_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    for platform, wide, narrow in (
+        ("cpu", "xla", "xla"),
+        ("tpu", "mosaic_tpu", "mosaic_tpu"),
+        ("gpu", "xla", "mosaic_gpu"),
+    ):
+        monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
+        for dtype, wanted in (("float32", wide), ("bfloat16", narrow)):
+            assert resolve("auto", dtype) == wanted
+            assert resolve("reference", dtype) == "reference"
+            assert layout_of("auto", dtype) == ("steps" if wanted == "xla" else "tiles")
+            rows, columns = default_tile("auto", dtype)
+            assert rows == columns == {"xla": 64, "mosaic_tpu": 512, "mosaic_gpu": 128}[wanted]
+    monkeypatch.setattr(jax, "default_backend", lambda: "metal")
+    with pytest.raises(NotImplementedError, match="attention on metal: choose attention=xla"):
+        resolve("auto", "float32")
 
 
 def test_mistakes_are_named() -> None:
