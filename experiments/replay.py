@@ -31,8 +31,9 @@ from forge_jax.attention.tree import resolve as implementation_of
 from forge_jax.config import MeshConfig, OptimConfig, PackConfig, UserError, check, load
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.hf import export_folder, flat_names
+from forge_jax.models.layout import layout
 from forge_jax.models.load import LoadedModel
-from forge_jax.models.transformer import REMAT, layout
+from forge_jax.models.transformer import REMAT
 from forge_jax.rl.forward import tiled
 from forge_jax.rl.parallel import gather, update
 from forge_jax.rl.state import TrainState, create

@@ -24,7 +24,8 @@ class Param(NamedTuple):
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]  # logical axis of each dimension, see sharding.RULES
-    std: float  # of its normal initialiser; 0 means all ones (norm scales)
+    std: float  # of its normal initialiser; 0 means that all values are `fill`
+    fill: float = 1.0  # of norm scales
 
 
 def is_param(x: object) -> bool:

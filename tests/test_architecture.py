@@ -11,15 +11,16 @@ MAY_IMPORT = {
     "config": set(),
     "trees": set(),
     "sharding": {"config", "trees"},
+    "collectives": set(),
     "attention": {"types", "config", "trees", "sharding"},
-    "models": {"types", "config", "trees", "sharding"},
-    "rollout": {"types", "config", "trees", "sharding", "models", "attention"},
+    "models": {"types", "config", "trees", "sharding", "collectives"},
+    "rollout": {"types", "config", "trees", "sharding", "collectives", "models", "attention"},
     "gateway": {"types", "config", "models.chat", "models.tokenizer"},
     "agents": {"types", "config"},
     "sched": {"types", "config"},
     "rl": {
-        "types", "config", "trees", "sharding", "attention", "models", "rollout", "gateway",
-        "agents", "sched",
+        "types", "config", "trees", "sharding", "collectives", "attention", "models", "rollout",
+        "gateway", "agents", "sched",
     },
 }  # fmt: skip
 JAX_FREE = {"types", "config", "gateway", "agents", "sched"}

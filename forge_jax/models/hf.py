@@ -22,8 +22,8 @@ from forge_jax.models.config import ModelConfig
 from forge_jax.models.hf_chat import write_chat
 from forge_jax.models.hf_config import config_json, read_config
 from forge_jax.models.hf_files import WEIGHTS, read_tensor, tensor_files, whole_folder
+from forge_jax.models.layout import layout
 from forge_jax.models.tokenizer import Tokenizer
-from forge_jax.models.transformer import layout
 
 # Our name -> (their name, number of input axes of the matrix). They store linear maps as
 # [out, in]; 0 input axes: stored as it is.

@@ -12,7 +12,7 @@ from forge_jax.models.chat import Chat
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.hf import import_folder
 from forge_jax.models.hf_chat import read_chat
-from forge_jax.models.transformer import init
+from forge_jax.models.layout import init
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

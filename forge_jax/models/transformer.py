@@ -1,89 +1,43 @@
-"""The decoder-only transformer of the Qwen3 family, as pure functions of its parameters.
+"""The decoder-only transformer, as pure functions of its parameters.
 
 Tokens and positions flow in, hidden states and logits flow out. Attention is an
 argument, so that one model serves tree training, prefill, decoding and tests; the
-model itself knows of order only through `positions`, never through an index.
+model itself knows of order only through `positions`, never through an index. So are how a
+layer's weights are made ready and over which mesh axes they are cut.
 
-Source: Qwen3 technical report, arXiv 2505.09388 (grouped queries, RMS norm on every
-query and key head, rotary embedding with split halves, SwiGLU, no biases).
+Sources: Qwen3 technical report, arXiv 2505.09388 (grouped queries, RMS norm on every query
+and key head, rotary embedding with split halves, SwiGLU, no biases); the other families
+differ by what their `ModelConfig` says.
 """
 
-import functools
-import itertools
-import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from forge_jax.collectives import UNCUT, Cut, enter, leave
+from forge_jax.models import moe
 from forge_jax.models.config import ModelConfig
-from forge_jax.trees import Param, is_param
+from forge_jax.models.layers import accumulator, linear, rms_norm, rotate, rotation
 
 # (q[..., T, H, D], k[..., T, K, D], v[..., T, K, D], layer cache) -> (o[..., T, H, D], layer cache)
 Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
 REMAT = ("none", "block")
 
 
-def layout(cfg: ModelConfig) -> dict[str, Any]:
-    """Every parameter of the model, described once; layers are stacked on a leading axis."""
-    e, h, k, d, f = cfg.embed, cfg.heads, cfg.kv_heads, cfg.head_dim, cfg.ffn
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """How stored weights become those that are computed with, here: as they are."""
 
-    def weight(*sides: tuple[int, str | None]) -> Param:
-        sizes, axes = zip((cfg.layers, "layers"), *sides, strict=True)
-        return Param(sizes, axes, cfg.init_std)
-
-    def norm(size: int) -> Param:
-        return Param((cfg.layers, size), ("layers", None), 0.0)
-
-    top = {
-        "embed": Param((cfg.vocab, e), ("vocab", "embed"), cfg.init_std),
-        "layers": {
-            "input_norm": norm(e),
-            "q": weight((e, "embed"), (h, "heads"), (d, None)),
-            "k": weight((e, "embed"), (k, "kv_heads"), (d, None)),
-            "v": weight((e, "embed"), (k, "kv_heads"), (d, None)),
-            "q_norm": norm(d),
-            "k_norm": norm(d),
-            "o": weight((h, "heads"), (d, None), (e, "embed")),
-            "post_norm": norm(e),
-            "gate": weight((e, "embed"), (f, "ffn")),
-            "up": weight((e, "embed"), (f, "ffn")),
-            "down": weight((f, "ffn"), (e, "embed")),
-        },
-        "norm": Param((e,), (None,), 0.0),
-    }
-    if not cfg.tied:
-        top["unembed"] = Param((e, cfg.vocab), ("embed", "vocab"), cfg.init_std)
-    return top
+    cut: Cut = UNCUT  # how they are cut over ranks then
+    layer: Callable[[Any], Any] = lambda weights: weights  # those of one layer
+    top: Callable[[str, Array], Array] = lambda name, weight: weight  # one outside the layers
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "dtype"))
-def init(cfg: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> dict[str, Any]:
-    """Fresh parameters: normal weights, unit norm scales.
-
-    Values are drawn in fp32 and cast, so that every dtype starts from the same model.
-    """
-    leaves, tree = jax.tree.flatten(layout(cfg), is_leaf=is_param)
-    sizes = [math.prod(p.shape) if p.std else 0 for p in leaves]
-    # One draw for all: compiling a generator for each shape takes longer than drawing.
-    normal = jax.random.normal(key, (sum(sizes),), jnp.float32)
-    ends = list(itertools.accumulate(sizes))
-
-    def take(p: Param, end: int, size: int) -> Array:
-        if p.std == 0:
-            return jnp.ones(p.shape, dtype)
-        return (normal[end - size : end].reshape(p.shape) * jnp.float32(p.std)).astype(dtype)
-
-    return jax.tree.unflatten(tree, map(take, leaves, ends, sizes))
-
-
-def unstack(params: dict[str, Any], cfg: ModelConfig) -> dict[str, Any]:
-    """The same parameters with layers as a tuple, which `hidden` runs as an unrolled loop."""
-    stacked = params["layers"]
-    layers = tuple(jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(cfg.layers))
-    return {**params, "layers": layers}
+AS_STORED = Ready()
 
 
 def hidden(
@@ -93,41 +47,76 @@ def hidden(
     attend: Attend,
     cfg: ModelConfig,
     cache: Any = None,
+    *,
     remat: str = "none",
-) -> tuple[Float[Array, "... T E"], Any]:
-    """Final-normed hidden states in the dtype of the parameters, and the new cache.
+    ready: Ready = AS_STORED,
+    routes: Int[Array, "layers ... T k"] | None = None,
+    multiplicity: Float[Array, "... T"] | None = None,
+) -> tuple[Float[Array, "... T E"], Any, moe.Routing | None]:
+    """Final-normed hidden states in the dtype of the parameters, the new cache, and, where there
+    are experts, how tokens were routed, with a leading layer axis.
 
     `cache` has a leading layer axis where layers are stacked and is a tuple where they
     are; each layer's part goes through `attend`. `remat="block"` keeps only the residual
-    stream between layers for the backward pass. Raises ValueError on another `remat`.
+    stream between layers for the backward pass. `routes` are experts to use, -1 where the
+    router is to choose; `multiplicity` is how often each token counts in the sums of the routing.
+    Raises ValueError on another `remat`.
     """
     if remat not in REMAT:
         raise ValueError(f"{remat=} must be one of {REMAT}")
-    h = params["embed"][tokens]
-    rotation = _rotation(positions, cfg, _accumulator(h))
+    h = embedded(params, tokens, cfg, ready)
+    turned = rotation(positions, cfg, accumulator(h))
     stacked = isinstance(params["layers"], dict)
 
-    def block(h: Array, layer: dict[str, Array], cache: Any) -> tuple[Array, Any]:
-        return _block(h, layer, cache, rotation, attend, cfg)
+    def layer(h: Array, weights: Any, cache: Any, routes: Any) -> tuple[Array, tuple[Any, Any]]:
+        weights = ready.layer(weights)
+        return block(h, weights, cache, turned, attend, cfg, ready.cut, routes, multiplicity)
 
     if remat == "block":
         # Inside a scan nothing can merge the recomputation with the forward pass anyway.
-        block = jax.checkpoint(block, prevent_cse=not stacked)
+        layer = jax.checkpoint(layer, prevent_cse=not stacked)
     if stacked:
-        h, cache = jax.lax.scan(lambda h, x: block(h, *x), h, (params["layers"], cache))
+        over = (params["layers"], cache, routes)
+        h, (cache, routing) = jax.lax.scan(lambda h, x: layer(h, *x), h, over)
     else:
-        caches = cache if cache is not None else (None,) * cfg.layers
-        after = []
-        for layer, before in zip(params["layers"], caches, strict=True):
-            h, new = block(h, layer, before)
-            after.append(new)
-        cache = None if cache is None else tuple(after)
-    return _rms_norm(h, params["norm"], cfg.norm_eps), cache
+        h, cache, routing = _unrolled(layer, h, params["layers"], cache, routes)
+    return rms_norm(h, ready.top("norm", params["norm"]), cfg.norm_eps), cache, routing
 
 
-def unembedding(params: dict[str, Any], cfg: ModelConfig) -> Float[Array, "E V"]:
+def _unrolled(
+    layer: Callable[..., Any], h: Array, layers: tuple[Any, ...], cache: Any, routes: Any
+) -> tuple[Array, Any, Any]:
+    after = []
+    for i, weights in enumerate(layers):
+        before = None if cache is None else cache[i]
+        h, new = layer(h, weights, before, None if routes is None else routes[i])
+        after.append(new)
+    caches, routings = zip(*after, strict=True)
+    routing = None if routings[0] is None else jax.tree.map(lambda *x: jnp.stack(x), *routings)
+    return h, None if cache is None else caches, routing
+
+
+def embedded(
+    params: dict[str, Any], tokens: Int[Array, "... T"], cfg: ModelConfig, ready: Ready = AS_STORED
+) -> Float[Array, "... T E"]:
+    """Rows of the embedding, whose words may be cut over the tensor axes."""
+    table = ready.top("embed", params["embed"])
+    words = table.shape[0]
+    if words == cfg.vocab:
+        return table[tokens]
+    place = tokens - jax.lax.axis_index(ready.cut.tensor) * words
+    here = (place >= 0) & (place < words)
+    rows = jnp.where(here[..., None], table[jnp.where(here, place, 0)], 0)
+    return leave(rows, ready.cut.tensor)
+
+
+def unembedding(
+    params: dict[str, Any], cfg: ModelConfig, ready: Ready = AS_STORED
+) -> Float[Array, "E V"]:
     """The output matrix, whether it is tied to the embedding or not."""
-    return params["embed"].T if cfg.tied else params["unembed"]
+    if cfg.tied:
+        return ready.top("embed", params["embed"]).T
+    return ready.top("unembed", params["unembed"])
 
 
 def logits(
@@ -139,58 +128,50 @@ def logits(
         h,
         unembedding(params, cfg),
         precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=_accumulator(h),
+        preferred_element_type=accumulator(h),
     )
 
 
-def _block(
-    h: Array, layer: dict[str, Array], cache: Any, rotation: Array, attend: Attend, cfg: ModelConfig
-) -> tuple[Array, Any]:
+def block(
+    h: Float[Array, "... T E"],
+    layer: dict[str, Array],
+    cache: Any,
+    turned: Float[Array, "2 ... T 1 R"],
+    attend: Attend,
+    cfg: ModelConfig,
+    cut: Cut = UNCUT,
+    routes: Int[Array, "... T k"] | None = None,
+    multiplicity: Float[Array, "... T"] | None = None,
+) -> tuple[Float[Array, "... T E"], tuple[Any, moe.Routing | None]]:
+    """One layer: the residual stream after it, its new cache, and how it routed."""
     with jax.named_scope("attention"):
-        x = _rms_norm(h, layer["input_norm"], cfg.norm_eps)
-        q, k, v = (_linear(x, layer[name]) for name in ("q", "k", "v"))
-        q = _rotate(_rms_norm(q, layer["q_norm"], cfg.norm_eps), rotation)
-        k = _rotate(_rms_norm(k, layer["k_norm"], cfg.norm_eps), rotation)
+        x = enter(rms_norm(h, layer["input_norm"], cfg.norm_eps), cut.tensor)
+        q, k, v = (linear(x, layer[name]) for name in ("q", "k", "v"))
+        q, k = (rotate(_qk_norm(y, layer, n, cfg, cut), turned) for y, n in ((q, "q"), (k, "k")))
         o, cache = attend(q, k, v, cache)
-        h = h + _linear(o, layer["o"], inputs=2)
-    with jax.named_scope("mlp"):
-        x = _rms_norm(h, layer["post_norm"], cfg.norm_eps)
-        gated = jax.nn.silu(_linear(x, layer["gate"])) * _linear(x, layer["up"])
-        h = h + _linear(gated, layer["down"])
-    return h, cache
+        h = h + leave(linear(o, layer["o"], inputs=2), cut.tensor)
+    with jax.named_scope("feed_forward"):
+        x = rms_norm(h, layer["post_norm"], cfg.norm_eps)
+        if cfg.experts:
+            y, routing = moe.feed_forward(x, layer, cfg, cut, routes, multiplicity)
+            return h + y, (cache, routing)
+        x = enter(x, cut.tensor)
+        gated = jax.nn.silu(linear(x, layer["gate"])) * linear(x, layer["up"])
+        return h + leave(linear(gated, layer["down"]), cut.tensor), (cache, None)
 
 
-def _linear(x: Array, weight: Array, inputs: int = 1) -> Array:
-    """Contracts the last `inputs` axes of x with the first ones of `weight`.
-
-    As one plain matrix product, which XLA:CPU runs faster than a contraction over heads.
-    """
-    size = math.prod(weight.shape[:inputs])
-    y = x.reshape(-1, size) @ weight.reshape(size, -1)
-    return y.reshape(*x.shape[: x.ndim - inputs], *weight.shape[inputs:])
-
-
-def _accumulator(x: Array) -> Any:
-    return jnp.promote_types(x.dtype, jnp.float32)
-
-
-def _rms_norm(x: Array, scale: Array, eps: float) -> Array:
-    """x / rms(x) * scale over the last axis; the statistics are at least fp32."""
-    wide = x.astype(_accumulator(x))
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return wide.astype(x.dtype) * jnp.expand_dims(scale, tuple(range(x.ndim - 1)))
-
-
-def _rotation(positions: Array, cfg: ModelConfig, dtype: Any) -> Array:
-    """cos and sin of the rotary angles, [2, ..., T, 1, D/2]: one for all heads and layers."""
-    exponent = jnp.arange(0, cfg.head_dim, 2, dtype=dtype) / cfg.head_dim
-    frequency = cfg.rope_theta**-exponent
-    angle = jnp.einsum("...t,d->...td", positions.astype(dtype), frequency)[..., None, :]
-    return jnp.stack([jnp.cos(angle), jnp.sin(angle)])
-
-
-def _rotate(x: Array, rotation: Array) -> Array:
-    """Rotary embedding (arXiv 2104.09864) on (first half, second half) pairs; x[..., T, H, D]."""
-    cos, sin = rotation
-    a, b = jnp.split(x.astype(cos.dtype), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+def _qk_norm(
+    x: Float[Array, "... H D"], layer: dict[str, Array], name: str, cfg: ModelConfig, cut: Cut
+) -> Float[Array, "... H D"]:
+    """Queries or keys normed: each head by itself, or all heads of the layer together."""
+    if cfg.qk_norm == "none":
+        return x
+    scale = layer[f"{name}_norm"]
+    if cfg.qk_norm == "head":
+        return rms_norm(x, enter(scale, cut.tensor), cfg.norm_eps)
+    wide = x.astype(accumulator(x))
+    total = jnp.sum(wide * wide, axis=(-2, -1), keepdims=True)
+    total = enter(leave(total, cut.tensor), cut.tensor)  # every rank's heads depend on it
+    size = (cfg.heads if name == "q" else cfg.kv_heads) * cfg.head_dim
+    wide = wide * jax.lax.rsqrt(total / size + cfg.norm_eps)
+    return wide.astype(x.dtype) * jnp.expand_dims(scale, tuple(range(x.ndim - 2)))

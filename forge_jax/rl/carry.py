@@ -167,12 +167,12 @@ def _add(kept: Kept, slot: Int[Array, " S"], new: Float[Array, "2 layers S K D"]
 @partial(jax.jit, static_argnames=("cfg",))
 def _keys(params: Any, batch: Batch, context: Array, cfg: StepConfig) -> Array:
     """Keys and values [2, layers, N, K, D] of a block's tokens."""
-    return jnp.stack(occurrences(params, batch, cfg, context=tuple(context))[2])
+    return jnp.stack(occurrences(params, batch, cfg, context=tuple(context)).own)
 
 
 @partial(jax.jit, static_argnames=("cfg",))
 def _logprobs(params: Any, batch: Batch, context: Array, cfg: StepConfig) -> Array:
-    return occurrences(params, batch, cfg, context=tuple(context))[0]
+    return occurrences(params, batch, cfg, context=tuple(context)).logp
 
 
 @partial(jax.jit, static_argnames=("cfg",), donate_argnames=("context",))
@@ -183,9 +183,9 @@ def _gradients(
     later blocks make of its keys and values, whose gradient there is `d_own`."""
 
     def objective(params: Any, context: Array) -> tuple[Array, tuple[Metrics, Array, Array]]:
-        logp, entropy, own = occurrences(params, batch, cfg, context=tuple(context))
-        share, beside = share_of_loss(logp, entropy, batch, denominator, cfg)
-        return share + jnp.vdot(jnp.stack(own), d_own), beside
+        found = occurrences(params, batch, cfg, context=tuple(context))
+        share, beside = share_of_loss(found.logp, found.entropy, batch, denominator, cfg)
+        return share + jnp.vdot(jnp.stack(found.own), d_own), beside
 
     (grads, d_context), beside = jax.grad(objective, argnums=(0, 1), has_aux=True)(params, context)
     return grads, d_context, *beside

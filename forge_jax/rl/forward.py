@@ -18,6 +18,7 @@ from forge_jax.attention.tree import default_tile, layout_of
 from forge_jax.config import OptimConfig, PackConfig
 from forge_jax.models import transformer
 from forge_jax.models.config import ModelConfig
+from forge_jax.models.transformer import Ready
 from forge_jax.rl.context import whole
 from forge_jax.rl.heads import cut_attention
 from forge_jax.rl.logprob import cut_edge_logprob, edge_logprob
@@ -59,6 +60,17 @@ class Batch:
     plan: TilePlan
 
 
+@pytree
+class Found:
+    """What a forward pass finds."""
+
+    logp: jax.Array  # f32[M], log-prob of each occurrence
+    entropy: jax.Array  # f32[M]
+    h: jax.Array  # [N, E], final-normed hidden state of each token
+    own: Any  # with a context: the tokens' keys and values [layers, N, K, D], as wide as it is
+    routing: Any  # `moe.Routing` with a leading layer axis; None without experts
+
+
 def tiled(pack: PackConfig, attention: str, dtype: str) -> PackConfig:
     """`pack` with the tile that suits the attention of layers of `dtype`, unless it has one.
 
@@ -97,9 +109,8 @@ def occurrences(
     cfg: StepConfig,
     axes: frozenset[str] = frozenset(),
     context: Any = None,
-) -> tuple[Float[Array, " M"], Float[Array, " M"], Any]:
-    """Log-prob and entropy of each occurrence, and with a `context` the tokens' own keys and
-    values, [layers, N, K, D] each and as wide as the context.
+) -> Found:
+    """One forward pass over a micro-batch.
 
     The gather from edges to occurrences is where targets stay apart; its transpose sums
     the gradients of all samples that share an edge.
@@ -118,9 +129,14 @@ def occurrences(
         o = cut_attention(q, k, v, batch.plan, scale=scale, implementation=cfg.attention, axes=axes)
         return o, cache
 
-    layers = jax.tree.map(lambda p: p.astype(cfg.dtype), params)
+    ready = Ready(
+        layer=partial(jax.tree.map, lambda weight: weight.astype(cfg.dtype)),
+        top=lambda name, weight: weight.astype(cfg.dtype),
+    )
     tokens, depth = jnp.asarray(batch.tokens), jnp.asarray(batch.depth)
-    h, own = transformer.hidden(layers, tokens, depth, attend, cfg.model, context, cfg.remat)
+    h, own, routing = transformer.hidden(
+        params, tokens, depth, attend, cfg.model, context, remat=cfg.remat, ready=ready
+    )
     head = partial(cut_edge_logprob, axis="tensor") if "tensor" in axes else edge_logprob
     logp, entropy = head(
         h,
@@ -130,7 +146,7 @@ def occurrences(
         jnp.asarray(batch.temperature),
     )
     edge = batch.occurrence_edge
-    return logp[edge], entropy[edge], own
+    return Found(logp=logp[edge], entropy=entropy[edge], h=h, own=own, routing=routing)
 
 
 def share_of_loss(

@@ -131,7 +131,7 @@ def gradients(
 @partial(jax.jit, static_argnames=("cfg", "mesh"))
 def _logprobs(params: Any, batch: Batch, cfg: StepConfig, mesh: Mesh) -> Float[Array, "R M"]:
     def rank(params: Any, batch: Batch, cut: frozenset[str], over: tuple[str, ...]) -> Array:
-        return _lines(occurrences(params, batch, cfg, cut)[0], over)
+        return _lines(occurrences(params, batch, cfg, cut).logp, over)
 
     return _mapped(rank, mesh)(params, batch)
 

@@ -12,8 +12,8 @@ import jax
 from rich.progress import Progress
 
 from forge_jax.config import TrainConfig
+from forge_jax.models.layout import layout
 from forge_jax.models.load import LoadedModel
-from forge_jax.models.transformer import layout
 from forge_jax.rl.checkpoint import Checkpoints
 from forge_jax.rl.losses import cispo, negative_log_likelihood
 from forge_jax.rl.measure import Totals

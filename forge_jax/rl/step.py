@@ -74,8 +74,8 @@ def gradients(
     """
 
     def objective(params: Any) -> tuple[jax.Array, tuple[Metrics, jax.Array, jax.Array]]:
-        logp, entropy, _ = occurrences(params, batch, cfg, axes)
-        return share_of_loss(logp, entropy, batch, denominator, cfg)
+        found = occurrences(params, batch, cfg, axes)
+        return share_of_loss(found.logp, found.entropy, batch, denominator, cfg)
 
     grads, beside = jax.grad(objective, has_aux=True)(params)
     return grads, *beside
@@ -94,7 +94,7 @@ def logprobs(
 
 @partial(jax.jit, static_argnames=("cfg",))
 def _logprobs(params: Any, batch: Batch, cfg: StepConfig) -> Float[Array, " M"]:
-    return occurrences(params, batch, cfg)[0]
+    return occurrences(params, batch, cfg).logp
 
 
 @partial(jax.jit, donate_argnames=("sums",))

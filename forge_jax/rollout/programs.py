@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from forge_jax.models import transformer
+from forge_jax.models import layout, transformer
 from forge_jax.models.config import ModelConfig
 from forge_jax.rollout import packets
 from forge_jax.rollout.cache import decode_attend, prefill_attend
@@ -64,7 +64,7 @@ def prefill(
     slot, length = header[:, packets.SLOT], header[:, packets.LENGTH]
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     attend = prefill_attend(slot)
-    h, cache = transformer.hidden(params, tokens, positions, attend, cfg, cache)
+    h, cache, _ = transformer.hidden(params, tokens, positions, attend, cfg, cache)
     h = jnp.take_along_axis(h, (length - 1)[:, None, None], axis=1)[:, 0]
     newest = jnp.take_along_axis(tokens, (length - 1)[:, None], axis=1)[:, 0]
     rows, result = _draw(transformer.logits(params, h, cfg), _admitted(header, newest))
@@ -96,7 +96,7 @@ def decode_step(
 ) -> tuple[Any, Slots, Int[Array, "B 3"]]:
     """Samples one token in every active slot; the row of an idle slot changes nothing."""
     attend = decode_attend(slots.position)
-    h, cache = transformer.hidden(params, slots.token, slots.position, attend, cfg, cache)
+    h, cache, _ = transformer.hidden(params, slots.token, slots.position, attend, cfg, cache)
     slots, result = _draw(transformer.logits(params, h, cfg), slots)
     return cache, slots, result
 
@@ -109,7 +109,7 @@ def publish(params: dict[str, Any], *, cfg: ModelConfig) -> dict[str, Any]:
     """
     traces["publish"] += 1
     # Said outright, so as not to rest on what jit does with outputs that are inputs.
-    return transformer.unstack(jax.tree.map(jnp.copy, params), cfg)
+    return layout.unstack(jax.tree.map(jnp.copy, params), cfg)
 
 
 def _admitted(header: Int[Array, "R C"], last: Int[Array, " R"]) -> Slots:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from forge_jax.models.config import ModelConfig
-from forge_jax.models.transformer import Attend, hidden, layout, logits
+from forge_jax.models.layout import layout
+from forge_jax.models.transformer import Attend, hidden, logits
 from forge_jax.trees import Param, is_param
 
 SMALL = ModelConfig(

@@ -14,8 +14,8 @@ from small_model import SMALL, TIED, same, weights
 from forge_jax.models.chat import built_in
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.hf import export_folder, flat_names, import_folder
+from forge_jax.models.layout import unstack
 from forge_jax.models.tokenizer import ByteTokenizer
-from forge_jax.models.transformer import unstack
 
 
 @pytest.mark.parametrize("cfg", [SMALL, TIED], ids=["untied", "tied"])

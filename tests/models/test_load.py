@@ -17,9 +17,9 @@ from experiments.models import preset, presets, resolve
 from forge_jax.config import UserError
 from forge_jax.models.chat import Chat, built_in
 from forge_jax.models.hf import export_folder
+from forge_jax.models.layout import layout
 from forge_jax.models.load import build, load_folder
 from forge_jax.models.tokenizer import ByteTokenizer, JsonTokenizer
-from forge_jax.models.transformer import layout
 from forge_jax.trees import is_param
 
 CFG = dataclasses.replace(SMALL, vocab=264)

@@ -11,7 +11,8 @@ import pytest
 from small_model import SMALL, causal, dense, draw_tokens, forward, states, weights
 
 from forge_jax.models.config import ModelConfig
-from forge_jax.models.transformer import hidden, init, layout, logits, unembedding, unstack
+from forge_jax.models.layout import init, layout, unstack
+from forge_jax.models.transformer import hidden, logits, unembedding
 from forge_jax.sharding import make_mesh, shardings
 from forge_jax.trees import Param, is_param
 
@@ -106,7 +107,7 @@ def append_and_attend(q: Any, k: Any, v: Any, cache: Any) -> tuple[Any, Any]:
 
 @jax.jit
 def decode(params: Any, cache: Any, token: Any, position: Any) -> tuple[Any, Any]:
-    h, cache = hidden(params, token[None], position[None], append_and_attend, SMALL, cache)
+    h, cache, _ = hidden(params, token[None], position[None], append_and_attend, SMALL, cache)
     return logits(params, h[0], SMALL), cache
 
 
@@ -187,7 +188,7 @@ def test_sharded_parameters_give_the_same_logits(params: Any) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("layers", 0), ("kv_heads", 3), ("head_dim", 7), ("family", "llama"), ("norm_eps", 0.0)],
+    [("layers", 0), ("kv_heads", 3), ("head_dim", 7), ("family", "gpt2"), ("norm_eps", 0.0)],
 )
 def test_sizes_that_do_not_fit_are_refused(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{field}={value!r}"):

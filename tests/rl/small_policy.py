@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from forge_jax.models import transformer
+from forge_jax.models import layout
 from forge_jax.models.config import ModelConfig
 from forge_jax.sched.cost import CostModel
 from forge_jax.sched.merge import merge
@@ -33,7 +33,7 @@ TOKENS = 192  # of every micro-batch, so that little is compiled
 
 
 def parameters(dtype: str = "float32") -> Any:
-    return transformer.init(MODEL, jax.random.key(1), jnp.dtype(dtype))
+    return layout.init(MODEL, jax.random.key(1), jnp.dtype(dtype))
 
 
 def packed(samples: Sequence[Sample], mode: str, budget: int = TOKENS) -> list[PackedTree]:

@@ -6,7 +6,7 @@ import pytest
 from small_policy import MODEL, make_turn
 
 from forge_jax.config import OptimConfig, PackConfig
-from forge_jax.models.transformer import init
+from forge_jax.models.layout import init
 from forge_jax.rl.audit import Audit, only_version, recomputed
 from forge_jax.rl.credit import turn_sample
 from forge_jax.rl.state import create

@@ -23,7 +23,7 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))
 from small_policy import MODEL, parameters
 from test_hosts import CFG, trees
-from forge_jax.models.transformer import layout
+from forge_jax.models.layout import layout
 from forge_jax.rl import parallel
 from forge_jax.sharding import make_mesh, shardings
 assert (jax.process_count(), jax.local_device_count()) == (2, 2)

@@ -11,7 +11,7 @@ from small_policy import MODEL, packed, parameters
 from synthetic import accidents
 
 from forge_jax.config import OptimConfig, UserError
-from forge_jax.models.transformer import layout
+from forge_jax.models.layout import layout
 from forge_jax.rl.forward import StepConfig
 from forge_jax.rl.parallel import update
 from forge_jax.rl.state import create

@@ -15,7 +15,7 @@ from test_step import assert_close, precision, total_length
 
 from forge_jax.attention.plan import executed_pairs
 from forge_jax.config import MeshConfig, PackConfig, UserError
-from forge_jax.models.transformer import layout
+from forge_jax.models.layout import layout
 from forge_jax.rl import parallel, step
 from forge_jax.rl.context import deal
 from forge_jax.rl.forward import StepConfig

@@ -61,7 +61,7 @@ def oracle(params: Any, rows: dict[str, jax.Array]) -> Any:
     def loss(params: Any) -> tuple[jax.Array, jax.Array]:
         tokens, mask = rows["tokens"], rows["mask"]
         place = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-        h, _ = transformer.hidden(params, tokens, place, attend, MODEL)
+        h, _, _ = transformer.hidden(params, tokens, place, attend, MODEL)
         z = jax.nn.log_softmax(
             transformer.logits(params, h[:, :-1], MODEL) / rows["temperature"][:, None, None]
         )

@@ -15,8 +15,9 @@ import numpy as np
 from forge_jax.attention.reference import reference_attention
 from forge_jax.config import RolloutConfig
 from forge_jax.models.config import ModelConfig
+from forge_jax.models.layout import layout
 from forge_jax.models.tokenizer import ByteTokenizer, Tokenizer
-from forge_jax.models.transformer import hidden, layout, logits
+from forge_jax.models.transformer import hidden, logits
 from forge_jax.rollout.engine import RolloutEngine
 from forge_jax.trees import Param, is_param
 from forge_jax.types import Chunk, Finish, Request, Sampling
@@ -171,7 +172,7 @@ def _step(params: Any, cache: Any, token: Any, position: Any, cfg: ModelConfig) 
         o = reference_attention(q, keys, values, position[None], order, ends, scale)[0]
         return o, (keys, values)
 
-    h, cache = hidden(params, token[None], position[None], attend, cfg, cache)
+    h, cache, _ = hidden(params, token[None], position[None], attend, cfg, cache)
     return logits(params, h, cfg)[0], cache
 
 

@@ -27,7 +27,7 @@ from small_engine import (
 )
 
 from forge_jax.config import RolloutConfig
-from forge_jax.models.transformer import layout
+from forge_jax.models.layout import layout
 from forge_jax.rollout import programs
 from forge_jax.rollout.engine import RolloutEngine
 from forge_jax.rollout.scheduler import Scheduler
