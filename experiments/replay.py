@@ -50,7 +50,7 @@ from forge_jax.sched.merge import MODES, unique_tokens
 from forge_jax.sched.pack import attention_area, micro_batches
 from forge_jax.sched.split import forest_of
 from forge_jax.sched.workload import read_workload
-from forge_jax.sharding import mesh_from, shardings
+from forge_jax.sharding import mesh_from, put, shardings
 from forge_jax.types import MicroBatch, Sample
 
 DTYPES = ("float32", "float64", "bfloat16")
@@ -106,7 +106,7 @@ def replay(cfg: ReplayConfig) -> dict[str, Any]:
     console = Console(stderr=True)
     model, samples = read(cfg, console)
     step_cfg = step_config(cfg, model.cfg)
-    params = jax.device_put(model.params, shardings(layout(model.cfg), mesh_from(cfg.mesh)))
+    params = put(model.params, shardings(layout(model.cfg), mesh_from(cfg.mesh)))
     with Progress(console=console) as bars:
         bar = bars.add_task("compiling and warming up", total=cfg.steps + 1)
         began = time.perf_counter()

@@ -190,14 +190,21 @@ class EvalConfig:
 class MeshConfig:
     """Devices that the trainer and the engine share; the product is how many are used."""
 
-    data: int = 1  # micro-batches that an update computes at once
-    fsdp: int = 1  # parts into which weights are cut along their input side
-    context: int = 1  # parts into which the tokens of a micro-batch are cut
-    tensor: int = 1  # parts into which weights are cut along heads, hidden units and vocabulary
+    slice: int = 1  # replicas of everything else, each on a slice of its own
+    data: int = 1  # micro-batches computed at once by ranks that keep all weights
+    fsdp: int = 1  # ... that keep a part of the weights each
+    expert: int = 1  # ... that keep a part of the experts each, and of other weights
+    context: int = 1  # parts into which the tokens of a micro-batch are cut, and weights too
+    tensor: int = 1  # parts into which heads, hidden units and vocabulary are cut
 
     def __post_init__(self) -> None:
-        for name in ("data", "fsdp", "context", "tensor"):
+        for name in ("slice", "data", "fsdp", "expert", "context", "tensor"):
             check(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
+
+    @property
+    def places(self) -> int:
+        """Micro-batches computed at once."""
+        return self.slice * self.data * self.fsdp * self.expert
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import jax
 from rich.progress import Progress
 
 from forge_jax.config import TrainConfig
@@ -20,7 +19,7 @@ from forge_jax.rl.measure import Totals
 from forge_jax.rl.state import TrainState, create
 from forge_jax.rl.step import StepConfig, Updated
 from forge_jax.rl.warm import warm_start
-from forge_jax.sharding import mesh_from, shardings
+from forge_jax.sharding import mesh_from, put, shardings
 
 WARM_CHECKPOINT_EVERY = 100  # steps of the warm start
 
@@ -43,7 +42,7 @@ def beginning(
     Consumes the weights of `model`. Raises UserError if there are fewer devices than the mesh
     wants, or a checkpoint cannot be read.
     """
-    params = jax.device_put(model.params, shardings(layout(model.cfg), mesh_from(cfg.mesh)))
+    params = put(model.params, shardings(layout(model.cfg), mesh_from(cfg.mesh)))
     step = checkpoints.latest()
     if step is None:
         params = warm_params(cfg, model, params, folder, bars)

@@ -24,7 +24,7 @@ def cache_sharding(like: Sharding, cfg: ModelConfig) -> Sharding:
     """Where the cache lives, given where a parameter does: kv heads are cut as their weights."""
     if not isinstance(like, NamedSharding):
         return like
-    axis = RULES["kv_heads"]
+    [axis] = RULES["kv_heads"]
     cut = cfg.kv_heads % like.mesh.shape[axis] == 0
     return NamedSharding(like.mesh, jax.P(None, axis if cut else None))
 

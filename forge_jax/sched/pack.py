@@ -34,7 +34,7 @@ def micro_batches(
     """The padded micro-batches of one step, none above the budget; none for no samples.
 
     The budget is that of each rank which the tokens of a micro-batch are cut over, and there
-    are as many micro-batches as keep every place of the data axis busy, if trees suffice.
+    are as many micro-batches as keep every place of the mesh busy, if trees suffice.
     A tree beyond the budget is cut or carried, on one device whichever is cheaper by `cost`:
     see `split`.
     `occurrence_sample` and `occurrence_index` count over all of `samples`. Raises
@@ -44,7 +44,7 @@ def micro_batches(
         return []
     cfg = replace(cfg, budget=cfg.budget * mesh.context)
     cost, alone = cost.without_tiles(cfg.side), mesh == ONE_DEVICE
-    parts = split(merge(samples, mode), cfg.budget, cost, mesh.data, carry=alone)
+    parts = split(merge(samples, mode), cfg.budget, cost, mesh.places, carry=alone)
     packed = [part for part in parts if isinstance(part, PackedTree)]
     shapes = iter(_shapes(packed, cfg))
     return [

@@ -257,8 +257,8 @@ def test_compiles_for_tpus(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ..
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
-    axes = (jax.sharding.AxisType.Auto,) * 4
-    mesh = jax.make_mesh(shape, ("data", "fsdp", "context", "tensor"), axes, devices=devices)
+    names = ("data", "fsdp", "context", "tensor")
+    mesh = make_mesh(**dict(zip(names, shape, strict=True)), devices=devices)
     model = dataclasses.replace(MODEL, embed=128, head_dim=128)
     cfg = StepConfig(model=model, tile=128, attention="mosaic_tpu", dtype="bfloat16")
     [members] = rows([pad(merge(FORESTS[1]), 512, 512, 512)], shape[0], cfg)
