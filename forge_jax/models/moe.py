@@ -1,4 +1,4 @@
-"""A mixture of experts in place of a feed-forward layer: route, sort, compute, combine.
+"""A mixture of experts in place of a feed-forward layer: route, compute, combine.
 
 Hidden states flow in; outputs of the same shape flow out, and how the tokens were routed.
 No token is dropped: what one token gets does not depend on the tokens beside it.
@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from forge_jax.collectives import Cut, enter, leave, shared_sum, whole
 from forge_jax.models.config import ModelConfig
+from forge_jax.models.experts import Experts, mixture
 from forge_jax.models.layers import accumulator
 from forge_jax.trees import pytree
 
@@ -32,24 +33,27 @@ def feed_forward(
     cut: Cut,
     routes: Int[Array, "... T k"] | None = None,
     multiplicity: Float[Array, "... T"] | None = None,
+    implementation: str = "auto",
 ) -> tuple[Float[Array, "... T E"], Routing]:
     """The weighted sum of each token's experts.
 
     `routes` are the experts to use, whatever the router would choose; a negative one leaves
-    the token's choice to the router. The weights always are the router's.
+    the token's choice to the router. The weights always are the router's. `implementation` is
+    that of `forge_jax.models.experts.mixture`.
     """
     flat = x.reshape(-1, x.shape[-1])
     given = None if routes is None else routes.reshape(-1, routes.shape[-1])
     often = jnp.ones(len(flat)) if multiplicity is None else multiplicity.reshape(-1)
     score, experts, weight = route(flat, layer, cfg, given)
-    y = _experts(enter(flat, cut.tensor), experts, enter(weight, cut.tensor), layer, cfg, cut)
-    y = leave(y, cut.tensor)
-    chosen = jnp.sum(jax.nn.one_hot(experts, cfg.experts, dtype=jnp.float32), axis=1)
+    x_in, weight = enter(flat, cut.tensor), enter(weight, cut.tensor)
+    y = leave(_experts(x_in, experts, weight, layer, cut, implementation), cut.tensor)
+    # A comparison that is reduced as it is made, where a scatter would go one by one.
+    chose = experts[..., None] == jnp.arange(cfg.experts)[None, None]
     share = score / jnp.sum(score, axis=-1, keepdims=True)
     routing = Routing(
         experts=experts.reshape(*x.shape[:-1], -1),
-        load=jnp.einsum("t,tx->x", often, chosen),
-        score=jnp.einsum("t,tx->x", often, share.astype(jnp.float32)),
+        load=jnp.sum(jnp.where(chose, often[:, None, None], 0), axis=(0, 1)),
+        score=jnp.sum(often[:, None] * share, axis=0),
     )
     return y.reshape(x.shape), routing
 
@@ -83,23 +87,14 @@ def _experts(
     experts: Int[Array, "T k"],
     weight: Float[Array, "T k"],
     layer: Mapping[str, Array],
-    cfg: ModelConfig,
     cut: Cut,
+    implementation: str,
 ) -> Float[Array, "T E"]:
     """This rank's experts on the tokens of all ranks; each rank keeps the sum for its own."""
     x, weight = whole(x, cut.expert), whole(weight, cut.expert)
-    experts = jax.lax.all_gather(experts, cut.expert, tiled=True) if cut.expert else experts
-    local = layer["gate"].shape[0]
-    first = jax.lax.axis_index(cut.expert) * local if cut.expert else 0
-    here = experts.reshape(-1) - first
-    here = jnp.where((here >= 0) & (here < local), here, local)  # those elsewhere come last
-    order = jnp.argsort(here, stable=True)
-    sizes = jnp.bincount(here, length=local + 1)[:local].astype(jnp.int32)
-    token = order // cfg.experts_per_token
-    rows = x[token]
-    gated = jax.nn.silu(jax.lax.ragged_dot(rows, layer["gate"], sizes))
-    gated = gated * jax.lax.ragged_dot(rows, layer["up"], sizes)
-    out = jax.lax.ragged_dot(gated, layer["down"], sizes)
-    scale = jnp.where(here < local, weight.reshape(-1), 0)[order]
-    out = out * scale.astype(out.dtype)[:, None]
-    return shared_sum(jnp.zeros_like(x).at[token].add(out), cut.expert)
+    local = Experts(layer["gate"], layer["up"], layer["down"])
+    if cut.expert:
+        experts = jax.lax.all_gather(experts, cut.expert, tiled=True)
+        experts = experts - jax.lax.axis_index(cut.expert) * len(local.gate)
+    y = mixture(x, experts, weight, local, implementation=implementation)
+    return shared_sum(y, cut.expert)
