@@ -11,7 +11,7 @@ CPU that is a product of all rows with all experts.) The backward pass gathers a
 again what it needs, so nothing as large as the gathered rows is ever kept.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -62,7 +62,7 @@ def mixture(
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _mixture(x, weight, layer, order, sizes, implementation, chunk):
-    forward = {"blocks": _blocks, "ragged": partial(_ragged, chunk=chunk)}
+    forward: Mapping[str, Any] = {"blocks": _blocks, "ragged": partial(_ragged, chunk=chunk)}
     return _by_platform(implementation, forward, x, weight, layer, order, sizes)
 
 
@@ -72,14 +72,17 @@ def _forward(x, weight, layer, order, sizes, implementation, chunk):
 
 
 def _backward(implementation, chunk, saved, dy):
-    backward = {"blocks": _blocks_backward, "ragged": partial(_ragged_backward, chunk=chunk)}
+    backward: Mapping[str, Any] = {
+        "blocks": _blocks_backward,
+        "ragged": partial(_ragged_backward, chunk=chunk),
+    }
     return *_by_platform(implementation, backward, *saved, dy), None, None
 
 
 _mixture.defvjp(_forward, _backward)
 
 
-def _by_platform(implementation: str, each: dict[str, Callable[..., Any]], *args: Any) -> Any:
+def _by_platform(implementation: str, each: Mapping[str, Callable[..., Any]], *args: Any) -> Any:
     if implementation == "auto":
         return jax.lax.platform_dependent(*args, cpu=each["blocks"], default=each["ragged"])
     return each[implementation](*args)
@@ -142,7 +145,7 @@ def _blocks_backward(
 ) -> tuple[Array, Array, Experts]:
     blocks, scale = _Blocks(order, sizes, weight.shape[1]), weight.reshape(-1)
 
-    def expert(sums: tuple[Array, Array], one: Any) -> tuple[tuple[Array, Array], Experts]:
+    def expert(sums: Any, one: Any) -> tuple[Any, Experts]:
         layer, start, stop = one
 
         def block(i: Array, sums: Any) -> Any:
@@ -155,9 +158,9 @@ def _blocks_backward(
 
         zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, accumulator(w)), layer)
         *sums, dlayer = jax.lax.fori_loop(0, blocks.count(start, stop), block, (*sums, zeros))
-        return tuple(sums), jax.tree.map(_as, dlayer, layer)
+        return sums, jax.tree.map(_as, dlayer, layer)
 
-    sums = jnp.zeros(x.shape, accumulator(x)), jnp.zeros_like(scale)
+    sums = [jnp.zeros(x.shape, accumulator(x)), jnp.zeros_like(scale)]
     (dx, dscale), dlayer = jax.lax.scan(expert, sums, (layer, blocks.start, blocks.stop))
     return dx.astype(x.dtype), dscale.reshape(weight.shape), dlayer
 

@@ -61,7 +61,7 @@ def problem(kind: str, t: int, k: int, dtype: str) -> tuple:
 def assert_close(got: Any, want: Any, tolerance: float) -> None:
     names = ("y", "dx", "dweight", "dgate", "dup", "ddown")
     for name, a, b in zip(names, jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert a.dtype == b.dtype and a.shape == b.shape, name
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.isfinite(a).all(), name
         assert np.linalg.norm(a - b) <= tolerance * max(np.linalg.norm(b), 1e-30), name
