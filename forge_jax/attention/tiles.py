@@ -83,7 +83,7 @@ def pack_tiles(pairs: Pairs, nq: int, nk: int) -> Tiles:
     """
     if max(nq, nk) > MOST:
         raise NotImplementedError(f"{nq} x {nk} tiles; a side may have {MOST}: use larger tiles")
-    packed = pairs.row << 16 | pairs.column << 1 | pairs.masked
+    packed = pack(pairs.row, pairs.column, pairs.masked)
     idle_rows = np.setdiff1d(np.arange(nq), pairs.row)
     idle_columns = np.setdiff1d(np.arange(nk), pairs.column)
     rows = np.sort(np.append(packed, idle_rows << 16 | 1))
@@ -98,6 +98,11 @@ def pack_tiles(pairs: Pairs, nq: int, nk: int) -> Tiles:
         row_start=_starts(rows >> 16, nq),
         column_start=_starts(column, nk),
     )
+
+
+def pack(row: Any, column: Any, masked: Any) -> Any:
+    """One integer for a query tile, a key tile and whether the pair is masked."""
+    return row << 16 | column << 1 | masked
 
 
 def unpack(pair: Any) -> tuple[Any, Any, Any]:

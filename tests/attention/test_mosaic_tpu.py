@@ -7,6 +7,7 @@ compiler: the `libtpu` wheel.
 from functools import partial
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -235,3 +236,29 @@ def test_compiles_for_tpus(monkeypatch, topology, dtype, group, d, tile, window,
         assert f"tree_attention_{name}" in text
     # Some copies of the inputs in another layout, and nothing of the size of the mask.
     assert 0 <= compiled.memory_analysis().temp_size_in_bytes < 4 * n * n
+
+
+def test_kernels_say_what_their_lists_cost() -> None:
+    """Products of all listed pairs; what belongs to a line of tiles is moved once a line."""
+    n, heads, kv, d, side = 96, 4, 2, 16, 32
+    plan = tree_plan(np.full(n, n), tile=side, layout="tiles", bucket=lambda size: size)
+    pairs, lines = len(plan.lists.rows), n // side
+    assert pairs == lines * (lines + 1) // 2
+    abstract = jax.eval_shape(partial(inputs, n, n, heads, kv, d, 0, "bfloat16"))
+    jaxpr = jax.make_jaxpr(partial(traced, FAST, plan=plan))(*abstract)
+    found = {e.params["name"]: e.params["cost_estimate"] for e in kernels(jaxpr.jaxpr)}
+    for name, products in (("forward", 2), ("dq", 3), ("dkv", 4)):
+        cost = found[f"tree_attention_{name}"]
+        assert cost.flops == 2 * products * heads * d * side * side * pairs
+    # Blocks fill registers of 8 x 128; of a pair: k and v of 32 keys, and their ids.
+    of_queries = 2 * (2 * d * 128) * 2 + 8 * 128 * 4 + 8 * 128 * 4  # q, o; lse; ids
+    of_keys = side * 128 * 2 + d * 128 * 2 + 8 * 128 * 4
+    assert found["tree_attention_forward"].bytes_accessed == kv * (
+        lines * of_queries + pairs * of_keys
+    )
+
+
+def kernels(jaxpr) -> list:
+    inner = [x for eqn in jaxpr.eqns for x in jax.extend.core.jaxprs_in_params(eqn.params)]
+    found = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "pallas_call"]
+    return found + [eqn for x in inner for eqn in kernels(getattr(x, "jaxpr", x))]

@@ -96,7 +96,7 @@ def _forward(q, k, v, plan, rule, interpret):
     o, lse = run_walk(
         partial(_kernel, rule=rule),
         "tree_attention_forward",
-        Walk(plan.lists.rows, plan.lists.n_rows, plan.lists.row_start),
+        Walk(plan.lists.rows, plan.lists.n_rows, plan.lists.row_start, axis=0),
         size,
         inputs=[
             *id_blocks(plan, size),

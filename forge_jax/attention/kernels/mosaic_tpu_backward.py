@@ -57,7 +57,7 @@ def gradients(
     (dq,) = run_walk(
         partial(_dq_kernel, rule=rule),
         "tree_attention_dq",
-        Walk(plan.lists.rows, plan.lists.n_rows, plan.lists.row_start),
+        Walk(plan.lists.rows, plan.lists.n_rows, plan.lists.row_start, axis=0),
         size,
         inputs=[*inputs, (key_lanes_block(size), keys.swapaxes(1, 2))],
         outputs=[(query_block(size), of_queries)],
@@ -68,7 +68,7 @@ def gradients(
     dk, dv = run_walk(
         partial(_dkv_kernel, rule=rule),
         "tree_attention_dkv",
-        Walk(plan.lists.columns, plan.lists.n_columns, plan.lists.column_start),
+        Walk(plan.lists.columns, plan.lists.n_columns, plan.lists.column_start, axis=1),
         size,
         inputs=inputs,
         outputs=[(key_lanes_block(size), shape) for shape in of_keys],

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from forge_jax.attention.plan import TilePlan
-from forge_jax.attention.tiles import unpack
+from forge_jax.attention.tiles import pack, unpack
 
 LOG2E = 1.4426950408889634  # the kernels exponentiate in base 2
 LANES, SUBLANES = 128, 8  # of a vector register
@@ -59,6 +59,7 @@ class Walk(NamedTuple):
     pairs: Any  # i32[L]
     n: Any  # i32[], real pairs
     starts: Any  # i32[lines + 1]
+    axis: int  # 0: a line is a row of tiles, 1: a column
 
 
 Blocks = Sequence[tuple[pl.BlockSpec, Any]]  # with the array, or the shape of the output
@@ -152,7 +153,7 @@ def dot(a: Array, b: Array, axes: tuple[int, int], rule: Rule) -> Array:
 def each_pair(
     pairs: Any, starts: Any, axis: int, begin: Callable, visit: Callable, end: Callable
 ) -> None:
-    """The body of a grid step. A line of tiles is a row (`axis` 0) or a column (1).
+    """The body of a grid step; `axis` as in `Walk`.
 
     ``begin()`` runs at the first pair of a line, ``visit(masked)`` at every pair, ``end()``
     at the last one.
@@ -194,9 +195,9 @@ def run_walk(
 
     `products` counts the matrix products of a pair and head.
     """
-    traffic = sum(map(_block_bytes, [*inputs, *outputs]))
+    once = sum(map(_block_bytes, [*inputs, *outputs]))
     # Blocks have two buffers each, and a few arrays of scores are under way.
-    vmem = 2 * traffic + sum(_padded_bytes(shape, 4) for shape in [*scratch, *6 * [size[-2:]]])
+    vmem = 2 * once + sum(_padded_bytes(shape, 4) for shape in [*scratch, *6 * [size[-2:]]])
     if not interpret:
         _check_memory(vmem, 4 * (walk.pairs.shape[0] + walk.starts.shape[0]), size)
     return pl.pallas_call(
@@ -213,21 +214,32 @@ def run_walk(
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=max(vmem + 2 * MIB, 16 * MIB),
         ),
-        cost_estimate=_cost(walk, size, products, traffic),
+        cost_estimate=_cost(walk, size, products, [*inputs, *outputs]),
         interpret=interpret,
         name=name,
     )(walk.pairs, walk.starts, *[x for _, x in inputs])
 
 
-def _cost(walk: Walk, size: Size, products: int, traffic: int) -> pl.CostEstimate:
-    """An upper bound from shapes alone: the padding of the list counts, of which nothing runs,
-    as does a fetch of every block at every pair and the tanh of a cap."""
-    steps, area = size.kv * walk.pairs.shape[0], size.group * size.bq * size.bk
+def _cost(walk: Walk, size: Size, products: int, blocks: Blocks) -> pl.CostEstimate:
+    """What the listed pairs cost, for the shapes alone are known: an upper bound, by the padding
+    of the list, of which nothing runs. The tanh of a cap counts."""
+    pairs, lines = walk.pairs.shape[0], walk.starts.shape[0] - 1
+    steps, area = size.kv * pairs, size.group * size.bq * size.bk
+    fetches = [pairs if _moves(spec, walk.axis) else lines for spec, _ in blocks]
+    traffic = sum(n * _block_bytes(block) for n, block in zip(fetches, blocks, strict=True))
     return pl.CostEstimate(
         flops=2 * products * size.d * area * steps,
         transcendentals=2 * area * steps,
-        bytes_accessed=traffic * steps,
+        bytes_accessed=size.kv * traffic,
     )
+
+
+def _moves(spec: pl.BlockSpec, axis: int) -> bool:
+    """Whether a block changes from pair to pair of a line; where not, it is moved once a line."""
+    assert spec.index_map is not None
+    pairs = [[pack(0, 0, 0)], [pack(0, 1, 0) if axis == 0 else pack(1, 0, 0)]]
+    first, second = (spec.index_map(0, 0, pair, None) for pair in pairs)
+    return first != second
 
 
 def _padded_bytes(shape: Sequence[int], itemsize: int) -> int:
