@@ -6,8 +6,8 @@ the padding of blocks.
 
 Pairs of a token and one of its experts are sorted by expert. "blocks", for CPUs, goes through
 the experts one by one, each in blocks of its rows, every block a plain matrix product; "ragged"
-takes `jax.lax.ragged_dot` over chunks of all rows, which accelerators have kernels for. (On a
-CPU that is a product of all rows with all experts.) The backward pass gathers and multiplies
+multiplies chunks of all rows by `grouped_dot`, for which accelerators have kernels. (A CPU has
+none: there it multiplies all rows by all experts.) The backward pass gathers and multiplies
 again what it needs, so nothing as large as the gathered rows is ever kept.
 """
 
@@ -19,11 +19,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from forge_jax.models.grouped import grouped_dot
 from forge_jax.models.layers import accumulator
 
 IMPLEMENTATIONS = ("auto", "blocks", "ragged")
 BLOCK = 128  # rows of a block, at most
 SMALLEST_BLOCK = 16
+ROWS = 128  # to a multiple of which chunks are padded, for kernels
 CHUNK = 65536  # rows of a chunk, at most: what "ragged" gathers at once
 
 
@@ -208,7 +210,7 @@ class _Chunks:
 
     def __init__(self, order: Array, sizes: Array, per_token: int, chunk: int):
         count = -(-len(order) // chunk)
-        self.rows = -(-len(order) // count)
+        self.rows = -(-len(order) // (count * ROWS)) * ROWS
         self.order = jnp.pad(order, (0, count * self.rows - len(order)))
         self.per_token = per_token
         self.stop = jnp.cumsum(sizes)
@@ -219,7 +221,7 @@ class _Chunks:
         each of their rows with its expert's matrix."""
         pair = jax.lax.dynamic_slice(self.order, (at,), (self.rows,))
         stop, start = (jnp.clip(x - at, 0, self.rows) for x in (self.stop, self.start))
-        dot = partial(jax.lax.ragged_dot, group_sizes=(stop - start).astype(jnp.int32))
+        dot = partial(grouped_dot, sizes=(stop - start).astype(jnp.int32))
         return pair, pair // self.per_token, jnp.arange(self.rows) < stop[-1], dot
 
     def over(self, compute: Callable[[Any, Array], Any], sums: Any) -> Any:

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 
+from forge_jax.models import grouped
 from forge_jax.models.experts import Experts, mixture
+from forge_jax.models.grouped import outer_blocks, outer_tpu
 
 TOLERANCE = {"float32": 2e-6, "float64": 1e-13}  # of a result, in relative L2
 X, E, F = 5, 12, 20
@@ -122,18 +124,33 @@ def test_unknown_implementations_are_refused() -> None:
         mixture(*problem("free", 3, 1, "float32")[:4], implementation="dense")
 
 
-def test_compiles_for_a_tpu(monkeypatch) -> None:
+@pytest.mark.parametrize("sizes", [(100, 0, 57, 300, 0), (0, 0, 0, 0, 1)])
+@pytest.mark.parametrize("outer", [outer_blocks, partial(outer_tpu, interpret=True)])
+def test_gradients_of_matrices_are_summed_by_group(monkeypatch, outer, sizes) -> None:
+    monkeypatch.setattr(grouped, "BLOCK", 32)
+    monkeypatch.setattr(grouped, "TILE", (128, 128, 128))
+    rng = np.random.default_rng(0)
+    a, b = (rng.normal(size=(500, side)).astype(np.float32) for side in (128, 256))
+    got = outer(jnp.asarray(a), jnp.asarray(b), jnp.asarray(sizes, jnp.int32))
+    for x, end in enumerate(np.cumsum(sizes)):
+        of = slice(end - sizes[x], end)
+        np.testing.assert_allclose(got[x], np.float64(a[of]).T @ b[of], rtol=1e-4, atol=1e-4)
+
+
+def test_work_on_a_tpu_is_that_of_the_rows(monkeypatch) -> None:
+    """However many experts there are, forward and backward, as the compiler counts it."""
     pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed")
     # Nothing is asked of a cloud, and other processes may compile at the same time.
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     device = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]
     sharding = jax.sharding.SingleDeviceSharding(device)
-    t, e, f, x = 4096, 512, 256, 8
-    shapes = ((t, e), (t, 2), (x, e, f), (x, e, f), (x, f, e))
+    t, k, e, f, x = 4096, 2, 512, 256, 64
+    shapes = ((t, e), (t, k), (x, e, f), (x, e, f), (x, f, e))
     h, weight, *layer = (jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=sharding) for s in shapes)
-    chosen = jax.ShapeDtypeStruct((t, 2), jnp.int32, sharding=sharding)
+    chosen = jax.ShapeDtypeStruct((t, k), jnp.int32, sharding=sharding)
     compiled = fast.lower(
-        h, chosen, weight, Experts(*layer), h, implementation="auto", chunk=4096
+        h, chosen, weight, Experts(*layer), h, implementation="auto", chunk=t * k
     ).compile()
-    assert "ragged-dot" in compiled.as_text(), "not the kernel"
+    product = 2 * t * k * e * f  # 3 forward; backward 2 of them again and 2 x 3 gradients
+    assert 11 <= compiled.cost_analysis()["flops"] / product < 11.5
