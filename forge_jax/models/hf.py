@@ -1,118 +1,63 @@
 """Parameters under Hugging Face names, in and out of folders.
 
 A folder (`config.json`, safetensors, perhaps in shards) flows in and becomes a config
-and parameters; the same flow out. Values are moved and transposed, never rounded: what
-was exported is imported bit for bit. Every refusal names the file and the tensor.
+and parameters on their devices; the same flow out. Values are moved and transposed, and
+rounded only to a dtype that is asked for: what was exported is imported bit for bit. Every
+refusal names the file and the tensor.
 """
 
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors.numpy
 
 from forge_jax.config import UserError
 from forge_jax.models.chat import ChatFormat
 from forge_jax.models.config import ModelConfig
+from forge_jax.models.fp8 import Dequantised
 from forge_jax.models.hf_chat import write_chat
-from forge_jax.models.hf_config import config_json, read_config
-from forge_jax.models.hf_files import WEIGHTS, read_tensor, tensor_files, whole_folder
-from forge_jax.models.layout import layout
+from forge_jax.models.hf_config import FAMILIES, config_json, read_config, weight_blocks
+from forge_jax.models.hf_files import Described, Tensors, whole_folder, write_tensors
+from forge_jax.models.stored import Leaf, assemble, check_shapes, in_order, leaves, nested
 from forge_jax.models.tokenizer import Tokenizer
 
-# Our name -> (their name, number of input axes of the matrix). They store linear maps as
-# [out, in]; 0 input axes: stored as it is.
-TOP = {
-    "embed": ("model.embed_tokens.weight", 0),
-    "norm": ("model.norm.weight", 0),
-    "unembed": ("lm_head.weight", 1),
-}
-LAYER = {
-    "input_norm": ("input_layernorm.weight", 0),
-    "q": ("self_attn.q_proj.weight", 1),
-    "k": ("self_attn.k_proj.weight", 1),
-    "v": ("self_attn.v_proj.weight", 1),
-    "q_norm": ("self_attn.q_norm.weight", 0),
-    "k_norm": ("self_attn.k_norm.weight", 0),
-    "o": ("self_attn.o_proj.weight", 2),
-    "post_norm": ("post_attention_layernorm.weight", 0),
-    "gate": ("mlp.gate_proj.weight", 1),
-    "up": ("mlp.up_proj.weight", 1),
-    "down": ("mlp.down_proj.weight", 1),
-}
+MAX_SHARD_BYTES = 5_000_000_000
+HEAD = "lm_head.weight"
+ROWS = 4096  # of the embedding and the output matrix, compared at once
 
 
-class _Entry(NamedTuple):
-    """One stored tensor: where it is in our tree, and how its axes split."""
+def import_folder(
+    path: str | Path, dtype: Any = None, shardings: Any = None
+) -> tuple[ModelConfig, dict[str, Any]]:
+    """Config and parameters of a Hugging Face folder, in the dtype they are stored in or cast.
 
-    name: str  # theirs
-    ours: str
-    layer: int | None  # None: outside the layers
-    shape: tuple[int, ...]  # ours, without the layer axis
-    inputs: int
-
-    @property
-    def stored(self) -> tuple[int, ...]:
-        """Its shape in a file."""
-        if self.inputs == 0:
-            return self.shape
-        return math.prod(self.shape[self.inputs :]), math.prod(self.shape[: self.inputs])
-
-    def outward(self, value: np.ndarray) -> np.ndarray:
-        """Our layout to theirs."""
-        stored = value.reshape(self.stored[::-1]).T if self.inputs else value
-        return np.ascontiguousarray(stored)
-
-    def inward(self, value: np.ndarray) -> np.ndarray:
-        """Their layout to ours."""
-        return value.T.reshape(self.shape) if self.inputs else value
-
-
-def flat_names(cfg: ModelConfig, tree: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """A params-shaped tree (weights, gradients) under their names in their layout.
-
-    Layers may be stacked or unstacked. Tied models have no `lm_head.weight`.
-    """
-    host = jax.tree.map(np.asarray, tree)
-
-    def value(entry: _Entry) -> np.ndarray:
-        if entry.layer is None:
-            return host[entry.ours]
-        layers = host["layers"]
-        stacked = isinstance(layers, dict)
-        return layers[entry.ours][entry.layer] if stacked else layers[entry.layer][entry.ours]
-
-    return {entry.name: entry.outward(value(entry)) for entry in _entries(cfg)}
-
-
-def import_folder(path: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
-    """Config and parameters of a Hugging Face folder, in the dtype they are stored in.
+    `shardings` has a sharding for every parameter, as `sharding.shardings(layout(cfg), mesh)`;
+    each process then reads only what its devices hold. What the family keeps in fp32 (a router,
+    where it says so) stays fp32 under a cast to 16 bits. 8-bit weights with scales by block are
+    read where a dtype is asked for.
 
     Raises UserError naming file and tensor: files missing or corrupt, an architecture or
-    feature that is not this family's, tensors missing, unexpected, or of another shape.
+    feature that we do not compute, tensors missing, unexpected, of another shape, or of several
+    dtypes where none is asked for.
     """
     folder = Path(path)
     cfg = read_config(folder / "config.json")
-    files = tensor_files(folder)
-    entries = _entries(cfg)
-    _check_names(files, entries, cfg, folder)
-    flat = {e.name: e.inward(read_tensor(files[e.name], e.name, e.stored)) for e in entries}
-    _check_dtypes(flat, files)
-    if cfg.tied and "lm_head.weight" in files:
-        _check_tie(flat["model.embed_tokens.weight"], files["lm_head.weight"])
-    params: dict[str, Any] = {
-        e.ours: jnp.asarray(flat.pop(e.name)) for e in entries if e.layer is None
-    }
-    params["layers"] = {
-        ours: jnp.asarray(np.stack([flat.pop(_in_layer(i, name)) for i in range(cfg.layers)]))
-        for ours, (name, _) in LAYER.items()
-    }
-    return cfg, params
+    blocks = weight_blocks(folder / "config.json")
+    tensors = Tensors(folder)
+    source = Dequantised(tensors, blocks) if blocks else tensors
+    found = leaves(cfg, FAMILIES[cfg.family])
+    _check_names(source.files, found, cfg, folder)
+    check_shapes(source, found, source.files.__getitem__)
+    dtypes = _dtypes(source, found, FAMILIES[cfg.family].wide, dtype)
+    if cfg.tied and HEAD in source.files:
+        _check_tie(source, found[0])
+    places = [None] * len(found) if shardings is None else in_order(found, shardings)
+    each = zip(found, dtypes, places, strict=True)
+    return cfg, nested(found, [assemble(leaf, source, *rest) for leaf, *rest in each])
 
 
 def export_folder(
@@ -121,62 +66,141 @@ def export_folder(
     params: Mapping[str, Any],
     tokenizer: Tokenizer | None = None,
     chat_format: ChatFormat | None = None,
+    *,
+    dtype: Any = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Writes a folder that `import_folder` and `transformers` load, whole or not at all.
 
-    Raises UserError where `path` holds something other than an earlier export.
+    Weights are cast to `dtype` (but for what the family keeps in fp32) and written a layer's
+    tensor at a time, in shards of at most `max_shard_bytes`: only that much leaves the devices
+    at once. Raises UserError where `path` holds something other than an earlier export, or the
+    family's folders cannot say something of the model.
     """
-    flat = flat_names(cfg, params)
-    config = config_json(cfg, flat["model.embed_tokens.weight"].dtype.name)
+    wide = FAMILIES[cfg.family].wide
+    pieces = _pieces(cfg, params)
+    kinds = [_cast(p.leaf.ours in wide, p.held.dtype, dtype) for p in pieces]
+    each = list(zip(pieces, kinds, strict=True))
+    described = [
+        Described(name, piece.leaf.stored_shape, kind)
+        for piece, kind in each
+        for name in piece.names()
+    ]
+    config = config_json(cfg, kinds[0].name)
     with whole_folder(Path(path)) as folder:
         if tokenizer is not None:
             config |= write_chat(folder, tokenizer, chat_format)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        safetensors.numpy.save_file(flat, folder / WEIGHTS, metadata={"format": "pt"})
+        values = (value.astype(kind) for piece, kind in each for value in piece.tensors())
+        write_tensors(folder, described, values, max_shard_bytes)
 
 
-def _entries(cfg: ModelConfig) -> list[_Entry]:
-    described = layout(cfg)
-    top = [
-        _Entry(name, ours, None, described[ours].shape, inputs)
-        for ours, (name, inputs) in TOP.items()
-        if ours in described
-    ]
-    return top + [
-        _Entry(_in_layer(i, name), ours, i, described["layers"][ours].shape[1:], inputs)
+def flat_names(cfg: ModelConfig, tree: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """A params-shaped tree (weights, gradients) under their names in their layout.
+
+    Layers may be stacked or unstacked. Tied models have no `lm_head.weight`.
+    """
+    return {
+        name: np.ascontiguousarray(value)
+        for piece in _pieces(cfg, tree)
+        for name, value in zip(piece.names(), piece.tensors(), strict=True)
+    }
+
+
+class _Piece(NamedTuple):
+    """What leaves the devices at once: a parameter outside the layers, or of one layer."""
+
+    leaf: Leaf
+    at: tuple[int, ...]  # the layer; empty outside
+    held: Any
+    stacked: bool  # `held` is of all layers
+
+    def names(self) -> list[str]:
+        if self.leaf.lead < 2:
+            return [self.leaf.name(self.at)]
+        return [self.leaf.name((*self.at, expert)) for expert in range(self.leaf.shape[1])]
+
+    def tensors(self) -> Iterator[np.ndarray]:
+        """Its tensors in their layout, on the host."""
+        value = _of_layer(self.held, *self.at) if self.stacked else np.asarray(self.held)
+        return map(self.leaf.outward, value if self.leaf.lead == 2 else [value])
+
+
+def _pieces(cfg: ModelConfig, tree: Mapping[str, Any]) -> list[_Piece]:
+    layers = tree["layers"]
+    stacked = isinstance(layers, Mapping)
+    found = leaves(cfg, FAMILIES[cfg.family])
+    outside = [_Piece(leaf, (), tree[leaf.ours], False) for leaf in found if not leaf.lead]
+    return outside + [
+        _Piece(leaf, (i,), layers[leaf.ours] if stacked else layers[i][leaf.ours], stacked)
         for i in range(cfg.layers)
-        for ours, (name, inputs) in LAYER.items()
+        for leaf in found
+        if leaf.lead
     ]
 
 
-def _in_layer(i: int, name: str) -> str:
-    return f"model.layers.{i}.{name}"
+def _of_layer(stacked: Any, layer: int) -> np.ndarray:
+    """One layer of a stacked parameter, on the host; the others stay where they are."""
+    if isinstance(stacked, np.ndarray):
+        return stacked[layer]
+    return np.asarray(_layer(stacked, layer))
+
+
+@jax.jit
+def _layer(stacked: jax.Array, layer: int) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(stacked, layer, keepdims=False)
+
+
+def _cast(wide: bool, stored: np.dtype, dtype: Any) -> np.dtype:
+    """The dtype of a parameter: that asked for, but at least fp32 for what is kept wide."""
+    if dtype is None:
+        return np.dtype(stored)
+    return np.dtype(jnp.promote_types(dtype, jnp.float32) if wide else dtype)
+
+
+def _dtypes(
+    source: Tensors | Dequantised, found: Sequence[Leaf], wide: frozenset[str], dtype: Any
+) -> list[np.dtype]:
+    """The dtype of every parameter, in the order of `found`."""
+    common = source.describe(found[0].name(())).dtype
+    made = []
+    for leaf in found:
+        for name in map(leaf.name, leaf.places()):
+            stored = source.describe(name).dtype
+            kept = leaf.ours in wide and stored == np.float32
+            if stored.itemsize == 1:
+                raise UserError(f"{source.files[name]}: tensor {name} is {stored} without a scale")
+            if dtype is None and stored != common and not kept:
+                raise UserError(
+                    f"{source.files[name]}: tensor {name} is {stored}, others are {common}; "
+                    "they are read where a dtype is asked for"
+                )
+        made.append(_cast(leaf.ours in wide, stored, dtype))
+    if np.dtype(np.float64) in made and jnp.result_type(float) != np.float64:
+        raise UserError(f"{source.files[found[0].name(())]}: float64 weights need jax_enable_x64")
+    return made
 
 
 def _check_names(
-    files: Mapping[str, Path], entries: list[_Entry], cfg: ModelConfig, folder: Path
+    files: Mapping[str, Path], found: Sequence[Leaf], cfg: ModelConfig, folder: Path
 ) -> None:
-    wanted = {e.name for e in entries}
+    wanted = {name for leaf in found for name in map(leaf.name, leaf.places())}
     for name in sorted(wanted - set(files)):
         raise UserError(f"{folder}: tensor {name} is missing")
     # A tied model may store its output matrix too; it is then checked against the embedding.
-    for name in sorted(set(files) - wanted - ({"lm_head.weight"} if cfg.tied else set())):
+    for name in sorted(set(files) - wanted - ({HEAD} if cfg.tied else set())):
         raise UserError(f"{files[name]}: unexpected tensor {name}")
 
 
-def _check_dtypes(flat: Mapping[str, np.ndarray], files: Mapping[str, Path]) -> None:
-    first = next(iter(flat.values())).dtype
-    for name, value in flat.items():
-        if value.dtype != first:
-            raise UserError(f"{files[name]}: tensor {name} is {value.dtype}, others are {first}")
-    if first == np.float64 and jnp.result_type(float) != np.float64:
-        raise UserError(f"{next(iter(files.values()))}: float64 weights need jax_enable_x64")
-
-
-def _check_tie(embed: np.ndarray, file: Path) -> None:
-    head = read_tensor(file, "lm_head.weight", embed.shape)
-    if not np.array_equal(head, embed):
+def _check_tie(source: Tensors | Dequantised, embed: Leaf) -> None:
+    name, (vocab, width) = embed.name(()), embed.shape
+    same = source.describe(HEAD).shape == embed.shape and all(
+        np.array_equal(source.read(HEAD, part), source.read(name, part))
+        for begin in range(0, vocab, ROWS)
+        for part in [(slice(begin, begin + ROWS), slice(0, width))]
+    )
+    if not same:
         raise UserError(
-            f"{file}: tensor lm_head.weight differs from the embedding, though "
+            f"{source.files[HEAD]}: tensor {HEAD} differs from the embedding, though "
             "tie_word_embeddings=True"
         )

@@ -1,99 +1,107 @@
-"""`config.json` of the Qwen3 family, to and from `ModelConfig`.
+"""`config.json` of every family, to and from `ModelConfig`.
 
 What the transformer does not compute is refused by key and value, never ignored.
 """
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from forge_jax.config import UserError
 from forge_jax.models.config import ModelConfig
+from forge_jax.models.families.family import PLAIN, SIZES, Family
+from forge_jax.models.families.keys import Keys
+from forge_jax.models.families.llama import LLAMA
+from forge_jax.models.families.minimax_m2 import MINIMAX_M2
+from forge_jax.models.families.qwen3 import QWEN3
+from forge_jax.models.families.qwen3_moe import QWEN3_MOE
 from forge_jax.models.hf_files import read_json
 
-ARCHITECTURE = "Qwen3ForCausalLM"
-# Our field -> (their key, its type).
-SIZES: dict[str, tuple[str, type]] = {
-    "vocab": ("vocab_size", int),
-    "embed": ("hidden_size", int),
-    "layers": ("num_hidden_layers", int),
-    "heads": ("num_attention_heads", int),
-    "kv_heads": ("num_key_value_heads", int),
-    "head_dim": ("head_dim", int),
-    "ffn": ("intermediate_size", int),
-    "norm_eps": ("rms_norm_eps", float),
-    "tied": ("tie_word_embeddings", bool),
-    "max_context": ("max_position_embeddings", int),
-}
-# Features the transformer lacks: the only values under which it computes the same function.
-PLAIN: dict[str, tuple[Any, ...]] = {
-    "model_type": ("qwen3",),
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "attention_dropout": (0, 0.0),
-    "use_sliding_window": (False,),
-    "quantization_config": (None,),
+# By `ModelConfig.family`.
+FAMILIES: dict[str, Family] = {
+    "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
+    "llama": LLAMA,
+    "minimax_m2": MINIMAX_M2,
 }
 
 
 def read_config(file: Path) -> ModelConfig:
     """Raises UserError naming the file, the key and the value it cannot serve."""
-    raw = read_json(file)
-    names = raw.get("architectures")
-    if names != [ARCHITECTURE]:
-        raise UserError(f"{file}: architectures={names!r} is unsupported, only [{ARCHITECTURE!r}]")
-    for key, allowed in PLAIN.items():
-        if key in raw and raw[key] not in allowed:
-            raise UserError(f"{file}: {key}={raw[key]!r} is unsupported, only {allowed[0]!r}")
-    kinds = raw.get("layer_types") or []
-    if set(kinds) - {"full_attention"}:
-        raise UserError(f"{file}: layer_types={kinds!r} is unsupported, only 'full_attention'")
-    fields = {ours: _typed(raw, key, kind, file) for ours, (key, kind) in SIZES.items()}
-    if "initializer_range" in raw:
-        fields["init_std"] = _typed(raw, "initializer_range", float, file)
-    try:
-        return ModelConfig(rope_theta=_rope_theta(raw, file), **fields)
-    except ValueError as error:
-        raise UserError(f"{file}: {error}") from error
+    return _parse(Keys(file, read_json(file)))
+
+
+def weight_blocks(file: Path) -> tuple[int, int] | None:
+    """Rows and columns of the blocks by which a `config.json` says that weights are scaled; None
+    where they are not. Raises UserError for any quantisation but fp8 in blocks.
+    """
+    said = read_json(file).get("quantization_config")
+    if said is None:
+        return None
+    blocks = said.get("weight_block_size") if isinstance(said, dict) else None
+    if (
+        not isinstance(blocks, list)
+        or said.get("quant_method") != "fp8"
+        or [type(side) for side in blocks] != [int, int]
+        or min(blocks) < 1
+    ):
+        known = "quant_method 'fp8' with a weight_block_size [rows, columns]"
+        raise UserError(f"{file}: quantization_config={said!r} is unsupported, only {known}")
+    return blocks[0], blocks[1]
 
 
 def config_json(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
-    """What `config.json` says of this model, with weights of `dtype`."""
-    sizes = {key: kind(getattr(cfg, ours)) for ours, (key, kind) in SIZES.items()}
-    return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "qwen3",
-        **sizes,
-        "initializer_range": cfg.init_std,
-        "rope_theta": cfg.rope_theta,
-        "rope_scaling": None,
+    """What `config.json` says of this model, with weights of `dtype`.
+
+    Raises UserError where its family's folders cannot say something of it.
+    """
+    family = FAMILIES[cfg.family]
+    said = {
+        "architectures": [family.architecture],
+        "model_type": family.model_types[0],
+        **{key: kind(getattr(cfg, ours)) for ours, (key, kind) in SIZES.items()},
         "hidden_act": "silu",
-        "attention_bias": False,
         "attention_dropout": 0.0,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "max_window_layers": cfg.layers,
+        "initializer_range": cfg.init_std,
         "use_cache": True,
         "torch_dtype": dtype,
+        **family.write(cfg),
+        family.ffn: cfg.ffn,
     }
+    understood = _parse(Keys(Path("config.json"), said))
+    for field in dataclasses.fields(cfg):
+        value = getattr(cfg, field.name)
+        if value != getattr(understood, field.name):
+            raise UserError(
+                f"{field.name}={value!r} has no place in a folder of family={cfg.family!r}"
+            )
+    return said
 
 
-def _rope_theta(raw: dict[str, Any], file: Path) -> float:
-    """The rotary base, from either generation of the format; scaled variants are refused."""
-    key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
-    rope = dict(raw.get(key) or {})
-    base = rope.pop("rope_theta", raw.get("rope_theta"))
-    kind = rope.pop("rope_type", rope.pop("type", "default"))
-    if kind != "default" or rope:
-        raise UserError(f"{file}: {key}={raw[key]!r} is unsupported, only the default")
-    return _typed({"rope_theta": base}, "rope_theta", float, file)
+def _parse(keys: Keys) -> ModelConfig:
+    name = _family(keys)
+    family = FAMILIES[name]
+    keys.only("model_type", *family.model_types)
+    for key, allowed in (PLAIN | dict(family.plain)).items():
+        keys.only(key, *allowed)
+    kinds = keys.raw.get("layer_types") or []
+    if set(kinds) - {"full_attention"}:
+        raise UserError(f"{keys.file}: layer_types={kinds!r} is unsupported, only 'full_attention'")
+    fields = {ours: keys.of(key, kind) for ours, (key, kind) in SIZES.items()}
+    fields["ffn"] = keys.of(family.ffn, int)
+    fields["init_std"] = keys.of("initializer_range", float, ModelConfig.init_std)
+    try:
+        return ModelConfig(family=name, **fields, **family.read(keys))
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{keys.file}: {error}") from error
 
 
-def _typed(raw: dict[str, Any], key: str, kind: type, file: Path) -> Any:
-    value = raw.get(key)
-    if value is None:
-        raise UserError(f"{file}: missing {key}")
-    if kind is float and type(value) is int:
-        value = float(value)
-    if type(value) is not kind:
-        raise UserError(f"{file}: {key}={value!r} must be {kind.__name__}")
-    return value
+def _family(keys: Keys) -> str:
+    names = keys.raw.get("architectures")
+    for name, family in FAMILIES.items():
+        if names == [family.architecture]:
+            return name
+    known = ", ".join(family.architecture for family in FAMILIES.values())
+    raise UserError(f"{keys.file}: architectures={names!r} is unsupported, only one of {known}")

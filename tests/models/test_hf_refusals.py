@@ -125,7 +125,7 @@ def test_wrong_shards_are_named(folder: Path, tensors: dict[str, np.ndarray]) ->
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("architectures", ["LlamaForCausalLM"]),
+        ("architectures", ["GPT2LMHeadModel"]),
         ("architectures", None),
         ("model_type", "llama"),
         ("hidden_act", "gelu"),
