@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from forge_jax.models.config import ModelConfig
+from forge_jax.models.config import ModelConfig, RopeScaling
 from forge_jax.models.layout import layout
 from forge_jax.models.transformer import Attend, hidden, logits
 from forge_jax.trees import Param, is_param
@@ -28,6 +28,38 @@ SMALL = ModelConfig(
 )
 
 TIED = dataclasses.replace(SMALL, tied=True)
+SPARSE = dataclasses.replace(
+    SMALL, family="qwen3_moe", ffn=24, experts=6, experts_per_token=2, norm_top=True
+)
+LLAMA = dataclasses.replace(
+    SMALL,
+    family="llama",
+    qk_norm="none",
+    norm_eps=1e-5,
+    rope_scaling=RopeScaling(
+        factor=8.0, low_frequency=1.0, high_frequency=4.0, original_context=16
+    ),
+)
+SMOL = dataclasses.replace(
+    LLAMA, heads=3, kv_heads=1, rope_theta=100000.0, rope_scaling=None, tied=True
+)
+MINIMAX = dataclasses.replace(
+    SPARSE,
+    family="minimax_m2",
+    rotary_dim=4,
+    qk_norm="layer",
+    router="sigmoid",
+    router_bias=True,
+)
+# One of every family and, of dense ones, both kinds of output matrix.
+FAMILIES = {
+    "qwen3": SMALL,
+    "qwen3_tied": TIED,
+    "qwen3_moe": SPARSE,
+    "llama": LLAMA,
+    "smollm2": SMOL,
+    "minimax_m2": MINIMAX,
+}
 
 
 def dense(sees: Any) -> Attend:
@@ -65,12 +97,12 @@ def causal(n: int) -> np.ndarray:
 
 
 def weights(cfg: ModelConfig, seed: int = 0, dtype: Any = np.float32) -> Any:
-    """Parameters, drawn on the host, whose norm scales are not 1: each of them matters."""
+    """Parameters, drawn on the host, whose norm scales are not 1 and biases not 0: each matters."""
     rng = np.random.default_rng(seed)
 
     def draw(p: Param) -> Any:
         noise = rng.normal(size=p.shape)
-        return jnp.asarray((noise * p.std if p.std else 1 + 0.1 * noise).astype(dtype))
+        return jnp.asarray((noise * p.std if p.std else p.fill + 0.1 * noise).astype(dtype))
 
     return jax.tree.map(draw, layout(cfg), is_leaf=is_param)
 

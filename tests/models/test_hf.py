@@ -1,4 +1,5 @@
-"""Hugging Face folders: the same model as in `transformers`, by its logits and gradients."""
+"""Hugging Face folders of every family: the same model as in `transformers`, by its logits and
+gradients."""
 
 import json
 from pathlib import Path
@@ -8,51 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_model import SMALL, TIED, draw_tokens, forward, same, weights
+from oracle import oracle, oracle_logits, published_names, torch, transformers
+from small_model import FAMILIES, LLAMA, MINIMAX, SMALL, SPARSE, TIED, draw_tokens, forward, same
+from small_model import weights as random_weights
 
 from forge_jax.models.chat import built_in
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.hf import export_folder, flat_names, import_folder
 from forge_jax.models.tokenizer import ByteTokenizer
 
-torch = pytest.importorskip("torch", reason="torch, the oracle, is not installed")
-transformers = pytest.importorskip("transformers")
-transformers.utils.logging.disable_progress_bar()
-
-LENGTH = 8
+LENGTH = 32  # more than the context before which Llama's frequencies are not stretched
+every_family = pytest.mark.parametrize("cfg", FAMILIES.values(), ids=FAMILIES)
 
 
-def oracle(cfg: ModelConfig, seed: int = 0) -> Any:
-    """A random model of `transformers` whose norm scales are not 1."""
-    torch.manual_seed(seed)
-    model = transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(
-            vocab_size=cfg.vocab,
-            hidden_size=cfg.embed,
-            num_hidden_layers=cfg.layers,
-            num_attention_heads=cfg.heads,
-            num_key_value_heads=cfg.kv_heads,
-            head_dim=cfg.head_dim,
-            intermediate_size=cfg.ffn,
-            max_position_embeddings=cfg.max_context,
-            rms_norm_eps=cfg.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": cfg.rope_theta},
-            tie_word_embeddings=cfg.tied,
-            initializer_range=cfg.init_std,
-        )
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.eval()
-
-
-def oracle_logits(model: Any, tokens: np.ndarray) -> np.ndarray:
-    with torch.no_grad():
-        return model(torch.as_tensor(tokens, dtype=torch.long)).logits.numpy()
-
-
-@pytest.mark.parametrize("cfg", [SMALL, TIED], ids=["untied", "tied"])
+@every_family
 @pytest.mark.parametrize("shard", ["5GB", "8KB"], ids=["one_file", "shards"])
 def test_a_model_of_transformers_gives_its_logits(
     tmp_path: Path, cfg: ModelConfig, shard: str
@@ -68,28 +38,19 @@ def test_a_model_of_transformers_gives_its_logits(
     np.testing.assert_allclose(forward(params, tokens, cfg), expected, rtol=0, atol=1e-4)
 
 
-def test_logits_agree_in_double_precision(tmp_path: Path) -> None:
-    model = oracle(SMALL).double()
-    model.save_pretrained(tmp_path)
-    tokens = draw_tokens(SMALL, 2, LENGTH)
-    with jax.enable_x64(True):
-        cfg, params = import_folder(tmp_path)
-        ours = forward(params, tokens, cfg)
-        assert ours.dtype == jnp.float64
-        # Its angles, norms' statistics and attention's softmax stay in fp32.
-        np.testing.assert_allclose(ours, oracle_logits(model, tokens), rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("cfg", [SMALL, TIED], ids=["untied", "tied"])
+@every_family
 def test_transformers_loads_an_export(tmp_path: Path, cfg: ModelConfig) -> None:
-    params = weights(cfg)
-    export_folder(tmp_path / "model", cfg, params, ByteTokenizer(), built_in("chatml"))
+    params = random_weights(cfg)
+    folder = tmp_path / "model"
+    chat = built_in("chatml")
+    export_folder(folder, cfg, params, ByteTokenizer(), chat, max_shard_bytes=20_000)
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", output_loading_info=True
+        folder, output_loading_info=True
     )
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.dtype == torch.float32
-    theirs = {k: v.numpy() for k, v in model.state_dict().items()}
+    theirs = published_names({k: v.numpy() for k, v in model.state_dict().items()}, cfg)
     ours = flat_names(cfg, params)
     assert set(theirs) - set(ours) == ({"lm_head.weight"} if cfg.tied else set())
     same({k: theirs[k] for k in ours}, ours)
@@ -98,7 +59,9 @@ def test_transformers_loads_an_export(tmp_path: Path, cfg: ModelConfig) -> None:
     np.testing.assert_allclose(forward(params, tokens, cfg), expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("cfg", [SMALL, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "cfg", [SMALL, TIED, SPARSE, MINIMAX], ids=["qwen3", "qwen3_tied", "qwen3_moe", "minimax_m2"]
+)
 def test_gradients_have_the_names_of_transformers(tmp_path: Path, cfg: ModelConfig) -> None:
     model = oracle(cfg)
     model.save_pretrained(tmp_path)
@@ -112,11 +75,43 @@ def test_gradients_have_the_names_of_transformers(tmp_path: Path, cfg: ModelConf
     ours = flat_names(cfg, jax.jit(jax.grad(loss))(params))
     ids = torch.as_tensor(tokens, dtype=torch.long)
     model(ids, labels=ids).loss.backward()
-    theirs = {name: p.grad.numpy() for name, p in model.named_parameters()}
-    assert set(ours) == set(theirs)
+    named = {name: p.grad.numpy() for name, p in model.named_parameters()}
+    theirs = published_names(named, cfg)
+    biases = {name for name in ours if name.endswith("e_score_correction_bias")}
+    assert set(ours) == set(theirs) | biases
     for name, gradient in theirs.items():
         assert np.abs(gradient).max() > 1e-4, name
         np.testing.assert_allclose(ours[name], gradient, rtol=0, atol=1e-4, err_msg=name)
+    for name in biases:  # they choose and do not weigh
+        assert not ours[name].any(), name
+
+
+@pytest.mark.parametrize("cfg", [LLAMA, SPARSE], ids=["llama", "qwen3_moe"])
+def test_a_model_in_bfloat16_gives_its_logits(tmp_path: Path, cfg: ModelConfig) -> None:
+    model = oracle(cfg).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    tokens = draw_tokens(cfg, 2, LENGTH)
+    _, narrow = import_folder(tmp_path)
+    assert {x.dtype for x in jax.tree.leaves(narrow)} == {jnp.dtype(jnp.bfloat16)}
+    _, wide = import_folder(tmp_path, jnp.float32)
+    exact = np.asarray(forward(wide, tokens, cfg))
+    ours = np.asarray(forward(narrow, tokens, cfg))
+    theirs = oracle_logits(model, tokens)
+    # Each is as far from the logits of the same weights in fp32 as the other.
+    assert np.abs(ours - exact).mean() < 1.5 * np.abs(theirs - exact).mean()
+    assert np.abs(ours - exact).mean() < 0.05 * np.abs(exact).mean()
+
+
+def test_logits_agree_in_double_precision(tmp_path: Path) -> None:
+    model = oracle(SMALL).double()
+    model.save_pretrained(tmp_path)
+    tokens = draw_tokens(SMALL, 2, LENGTH)
+    with jax.enable_x64(True):
+        cfg, params = import_folder(tmp_path)
+        ours = forward(params, tokens, cfg)
+        assert ours.dtype == jnp.float64
+        # Its angles, norms' statistics and attention's softmax stay in fp32.
+        np.testing.assert_allclose(ours, oracle_logits(model, tokens), rtol=0, atol=1e-4)
 
 
 def test_a_config_of_the_older_generation_is_read(tmp_path: Path) -> None:
