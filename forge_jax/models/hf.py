@@ -6,6 +6,7 @@ rounded only to a dtype that is asked for: what was exported is imported bit for
 refusal names the file and the tensor.
 """
 
+import collections
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from forge_jax.config import UserError
 from forge_jax.models.chat import ChatFormat
@@ -73,10 +75,12 @@ def export_folder(
     """Writes a folder that `import_folder` and `transformers` load, whole or not at all.
 
     Weights are cast to `dtype` (but for what the family keeps in fp32) and written a layer's
-    tensor at a time, in shards of at most `max_shard_bytes`: only that much leaves the devices
-    at once. Raises UserError where `path` holds something other than an earlier export, or the
-    family's folders cannot say something of the model.
+    parameter at a time, in shards of at most `max_shard_bytes`: only that much leaves the
+    devices at once. Of several processes all call this, and the first writes. Raises UserError
+    where `path` holds something other than an earlier export, or the family's folders cannot
+    say something of the model.
     """
+    config = config_json(cfg, _cast(False, params["embed"].dtype, dtype).name)
     wide = FAMILIES[cfg.family].wide
     pieces = _pieces(cfg, params)
     kinds = [_cast(p.leaf.ours in wide, p.held.dtype, dtype) for p in pieces]
@@ -86,13 +90,18 @@ def export_folder(
         for piece, kind in each
         for name in piece.names()
     ]
-    config = config_json(cfg, kinds[0].name)
-    with whole_folder(Path(path)) as folder:
-        if tokenizer is not None:
-            config |= write_chat(folder, tokenizer, chat_format)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        values = (value.astype(kind) for piece, kind in each for value in piece.tensors())
-        write_tensors(folder, described, values, max_shard_bytes)
+    values = (value.astype(kind) for piece, kind in each for value in piece.tensors())
+    if jax.process_index() > 0:
+        collections.deque(values, maxlen=0)  # this process's part of every gathering
+    else:
+        with whole_folder(Path(path)) as folder:
+            if tokenizer is not None:
+                config |= write_chat(folder, tokenizer, chat_format)
+            text = json.dumps(config, indent=2) + "\n"
+            (folder / "config.json").write_text(text, encoding="utf-8")
+            write_tensors(folder, described, values, max_shard_bytes)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"export {path}")
 
 
 def flat_names(cfg: ModelConfig, tree: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -122,7 +131,7 @@ class _Piece(NamedTuple):
 
     def tensors(self) -> Iterator[np.ndarray]:
         """Its tensors in their layout, on the host."""
-        value = _of_layer(self.held, *self.at) if self.stacked else np.asarray(self.held)
+        value = _of_layer(self.held, *self.at) if self.stacked else _host(self.held)
         return map(self.leaf.outward, value if self.leaf.lead == 2 else [value])
 
 
@@ -143,7 +152,14 @@ def _of_layer(stacked: Any, layer: int) -> np.ndarray:
     """One layer of a stacked parameter, on the host; the others stay where they are."""
     if isinstance(stacked, np.ndarray):
         return stacked[layer]
-    return np.asarray(_layer(stacked, layer))
+    return _host(_layer(stacked, layer))
+
+
+def _host(x: Any) -> np.ndarray:
+    """The whole of `x`, of which other processes may hold parts."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+    return np.asarray(x)
 
 
 @jax.jit

@@ -92,15 +92,18 @@ class Leaf(NamedTuple):
 
 
 def leaves(cfg: ModelConfig, family: Family) -> list[Leaf]:
-    """Every parameter of the model, in the order of `layout`."""
+    """Every parameter of the model, in the order of `layout`.
+
+    Raises UserError on one for which the family has no tensor.
+    """
     described = layout(cfg)
-    top = [Leaf(ours, TOP[ours], described[ours].shape, 0) for ours in TOP if ours in described]
-    return top + [
-        Leaf(
-            ours, family.layer[ours], param.shape, 2 if "{expert}" in family.layer[ours].name else 1
-        )
-        for ours, param in described["layers"].items()
-    ]
+    found = [Leaf(ours, TOP[ours], described[ours].shape, 0) for ours in TOP if ours in described]
+    for ours, param in described["layers"].items():
+        if ours not in family.layer:
+            raise UserError(f"family={cfg.family!r} has no tensor for the parameter {ours!r}")
+        stored = family.layer[ours]
+        found.append(Leaf(ours, stored, param.shape, 2 if "{expert}" in stored.name else 1))
+    return found
 
 
 def nested(found: Sequence[Leaf], values: Sequence[Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Folders that are not such a model are refused, by file and tensor; exports are whole."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -10,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from small_model import SMALL, weights
+from small_model import LLAMA, MINIMAX, SMALL, SMOL, SPARSE, weights
 
 from forge_jax.config import UserError
 from forge_jax.models.chat import built_in
+from forge_jax.models.config import ModelConfig
 from forge_jax.models.hf import export_folder, flat_names, import_folder
+from forge_jax.models.hf_config import config_json, read_config
 from forge_jax.models.tokenizer import ByteTokenizer
 
 WEIGHTS = "model.safetensors"
@@ -152,6 +155,105 @@ def test_an_unsupported_config_is_named(folder: Path, key: str, value: Any) -> N
     file.write_text(json.dumps({**config, key: value}))
     shown = "kv_heads=3" if key == "num_key_value_heads" else key
     refused(folder, str(file), shown)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "key", "value"),
+    [
+        (SPARSE, "decoder_sparse_step", 2),
+        (SPARSE, "mlp_only_layers", [0]),
+        (SPARSE, "shared_expert_intermediate_size", 20),
+        (SPARSE, "scoring_func", "sigmoid"),
+        (SPARSE, "num_experts", None),
+        (SPARSE, "norm_topk_prob", 1),
+        (LLAMA, "mlp_bias", True),
+        (LLAMA, "sliding_window", 16),
+        (LLAMA, "rope_interleaved", True),
+        (LLAMA, "rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
+        (LLAMA, "rope_scaling", {"rope_type": "linear", "factor": 8.0}),
+        (MINIMAX, "scoring_func", "softmax"),
+        (MINIMAX, "use_routing_bias", False),
+        (MINIMAX, "use_qk_norm", False),
+        (MINIMAX, "qk_norm_type", "per_head"),
+        (MINIMAX, "shared_intermediate_size", 64),
+        (MINIMAX, "sliding_window", 16),
+        (MINIMAX, "attn_type_list", [1, 0]),
+        (MINIMAX, "router_jitter_noise", 0.1),
+        (MINIMAX, "partial_rotary_factor", 0.25),
+        (MINIMAX, "rotary_dim", 3),
+    ],
+)
+def test_what_a_family_has_not_is_named(
+    cfg: ModelConfig, key: str, value: Any, tmp_path: Path
+) -> None:
+    said = config_json(cfg, "float32")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(said))
+    assert read_config(file) == cfg
+    file.write_text(json.dumps({**said, key: value}))
+    with pytest.raises(UserError, match=key) as caught:
+        read_config(file)
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "field", "value"),
+    [
+        (SMALL, "rotary_dim", 4),
+        (SMALL, "qk_norm", "none"),
+        (SMALL, "rope_scaling", LLAMA.rope_scaling),
+        (LLAMA, "qk_norm", "head"),
+        (SPARSE, "router", "sigmoid"),
+        (MINIMAX, "router_bias", False),
+        (MINIMAX, "norm_top", False),
+    ],
+)
+def test_a_model_that_its_family_cannot_describe_is_not_exported(
+    cfg: ModelConfig, field: str, value: Any, tmp_path: Path
+) -> None:
+    odd = dataclasses.replace(cfg, **{field: value})
+    with pytest.raises(
+        UserError, match=f"^{field}=.* no place in a folder of family='{cfg.family}'"
+    ):
+        export_folder(tmp_path / "model", odd, weights(odd))
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_parameter_without_a_name_is_refused() -> None:
+    odd = dataclasses.replace(LLAMA, qk_norm="head")
+    with pytest.raises(UserError, match="family='llama' has no tensor for the parameter 'q_norm'"):
+        flat_names(odd, weights(odd))
+
+
+def test_published_configs_are_read(tmp_path: Path) -> None:
+    """Keys of the published folders that transformers does not write; theirs are read elsewhere."""
+    file = tmp_path / "config.json"
+    said = config_json(MINIMAX, "bfloat16")
+    file.write_text(
+        json.dumps(
+            {
+                **said,
+                "attn_type_list": [1, 1],
+                "mlp_intermediate_size": 8192,
+                "num_mtp_modules": 3,
+                "mtp_transformer_layers": 1,
+                "use_mtp": True,
+                "layernorm_full_attention_beta": 1.0,
+                "shared_moe_mode": "sigmoid",
+                "sliding_window": None,
+            }
+        )
+    )
+    assert read_config(file) == MINIMAX
+    said = config_json(SMOL, "bfloat16")
+    del said["head_dim"], said["pretraining_tp"]
+    file.write_text(json.dumps({**said, "is_llama_config": True, "rope_interleaved": False}))
+    assert read_config(file) == SMOL
+    said = config_json(dataclasses.replace(LLAMA, tied=False, kv_heads=4, embed=32), "bfloat16")
+    for key in ("head_dim", "num_key_value_heads", "tie_word_embeddings"):
+        del said[key]
+    file.write_text(json.dumps(said))
+    assert read_config(file) == dataclasses.replace(LLAMA, kv_heads=4, embed=32)
 
 
 @pytest.mark.parametrize("content", [None, "", "[1]", '{"architectures"'])
