@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 from forge_jax.config import TrainConfig, UserError, load
 from forge_jax.models.load import LoadedModel
 from forge_jax.rl.checkpoint import Checkpoints
+from forge_jax.rl.start import prepared
 from forge_jax.rl.state import create
 
 
@@ -23,7 +24,8 @@ def run_config(folder: str | Path) -> TrainConfig:
 
 
 def run_model(folder: str | Path, fresh: LoadedModel) -> LoadedModel:
-    """`fresh` with the weights of the newest checkpoint of a run. Raises UserError."""
+    """`fresh`, what the run added, and the weights of its newest checkpoint. Raises UserError."""
+    fresh = prepared(run_config(folder), fresh)
     with closing(Checkpoints(Path(folder) / "checkpoints")) as checkpoints:
         step = checkpoints.latest()
         if step is None:

@@ -208,6 +208,26 @@ class MeshConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MtpConfig:
+    """Multi-token prediction modules, trained beside the policy on what it says itself."""
+
+    depth: int = 0  # modules to give to a model that has none
+    weight: float = 0.0  # λ of each module's loss; 0: modules are not trained
+    top_k: int = 64  # likeliest words of the policy that are matched one by one
+    decay: float = 0.0  # η: by exp(-η α) the loss turns from the divergence to 1 - α
+
+    def __post_init__(self) -> None:
+        check(self.depth >= 0, f"depth={self.depth} must be >= 0")
+        check(self.weight >= 0, f"weight={self.weight} must be >= 0")
+        check(self.top_k >= 1, f"top_k={self.top_k} must be at least 1")
+        check(self.decay >= 0, f"decay={self.decay} must be >= 0")
+        check(
+            self.depth == 0 or self.weight > 0,
+            f"depth={self.depth} adds modules that weight={self.weight} would not train",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogConfig:
     """Where a run reports to, beside metrics.jsonl."""
 
@@ -242,6 +262,7 @@ class TrainConfig:
     pack: PackConfig = field(default_factory=PackConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    mtp: MtpConfig = field(default_factory=MtpConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:

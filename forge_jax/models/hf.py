@@ -7,6 +7,7 @@ refusal names the file and the tensor.
 """
 
 import collections
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from forge_jax.models.fp8 import Dequantised
 from forge_jax.models.hf_chat import write_chat
 from forge_jax.models.hf_config import FAMILIES, config_json, read_config, weight_blocks
 from forge_jax.models.hf_files import Described, Tensors, whole_folder, write_tensors
+from forge_jax.models.hf_mtp import with_modules, write_modules
 from forge_jax.models.stored import Leaf, assemble, check_shapes, in_order, leaves, nested
 from forge_jax.models.tokenizer import Tokenizer
 
@@ -59,7 +61,8 @@ def import_folder(
         _check_tie(source, found[0])
     places = [None] * len(found) if shardings is None else in_order(found, shardings)
     each = zip(found, dtypes, places, strict=True)
-    return cfg, nested(found, [assemble(leaf, source, *rest) for leaf, *rest in each])
+    params = nested(found, [assemble(leaf, source, *rest) for leaf, *rest in each])
+    return with_modules(folder, cfg, params, dtype)
 
 
 def export_folder(
@@ -80,7 +83,9 @@ def export_folder(
     where `path` holds something other than an earlier export, or the family's folders cannot
     say something of the model.
     """
-    config = config_json(cfg, _cast(False, params["embed"].dtype, dtype).name)
+    config = config_json(
+        dataclasses.replace(cfg, mtp=0), _cast(False, params["embed"].dtype, dtype).name
+    )
     wide = FAMILIES[cfg.family].wide
     pieces = _pieces(cfg, params)
     kinds = [_cast(p.leaf.ours in wide, p.held.dtype, dtype) for p in pieces]
@@ -90,6 +95,7 @@ def export_folder(
         for piece, kind in each
         for name in piece.names()
     ]
+    modules = jax.tree.map(_host, params["mtp"]) if cfg.mtp else None
     values = (value.astype(kind) for piece, kind in each for value in piece.tensors())
     if jax.process_index() > 0:
         collections.deque(values, maxlen=0)  # this process's part of every gathering
@@ -100,6 +106,7 @@ def export_folder(
             text = json.dumps(config, indent=2) + "\n"
             (folder / "config.json").write_text(text, encoding="utf-8")
             write_tensors(folder, described, values, max_shard_bytes)
+            write_modules(folder, cfg, modules, dtype)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"export {path}")
 

@@ -22,6 +22,7 @@ import safetensors
 from forge_jax.config import UserError
 
 WEIGHTS = "model.safetensors"
+MODULES = "mtp.safetensors"  # see `hf_mtp`
 INDEX = "model.safetensors.index.json"
 DTYPES = {
     "F16": np.dtype(np.float16),
@@ -33,6 +34,7 @@ DTYPES = {
 WRITTEN = {
     WEIGHTS,
     INDEX,
+    MODULES,
     "config.json",
     "generation_config.json",
     "tokenizer.json",

@@ -29,7 +29,22 @@ def layout(cfg: ModelConfig) -> dict[str, Any]:
     }
     if not cfg.tied:
         top["unembed"] = Param((e, cfg.vocab), ("embed", "vocab"), cfg.init_std)
+    if cfg.mtp:
+        top["mtp"] = modules_layout(cfg)
     return top
+
+
+def modules_layout(cfg: ModelConfig) -> dict[str, Any]:
+    """The parameters of the multi-token prediction modules, stacked; see `models.mtp`."""
+    e, depth = cfg.embed, cfg.mtp
+    scale = Param((depth, e), ("layers", None), 0.0)
+    return {
+        "token_norm": scale,
+        "state_norm": scale,
+        "project": Param((depth, 2 * e, e), ("layers", "embed", None), cfg.init_std),
+        "block": block_layout(cfg, depth),
+        "norm": scale,
+    }
 
 
 def block_layout(cfg: ModelConfig, layers: int) -> dict[str, Param]:

@@ -74,6 +74,11 @@ class Leaf(NamedTuple):
         """One tensor's values, from our layout to theirs."""
         return value.transpose(sum(self.groups, ())).reshape(self.stored_shape)
 
+    def inward(self, value: np.ndarray) -> np.ndarray:
+        """The inverse of `outward`."""
+        inner, order = self.shape[self.lead :], sum(self.groups, ())
+        return value.reshape([inner[axis] for axis in order]).transpose(np.argsort(order))
+
     def read(self, source: Source, place: Sequence[int], index: Window) -> np.ndarray:
         """The part `index` (of ours, without leading axes) of one tensor, in our layout.
 

@@ -35,6 +35,7 @@ class Ready:
     cut: Cut = UNCUT  # how they are cut over ranks then
     layer: Callable[[Any], Any] = lambda weights: weights  # those of one layer
     top: Callable[[str, Array], Array] = lambda name, weight: weight  # one outside the layers
+    module: Callable[[Any], Any] = lambda weights: weights  # those of one of `models.mtp`
 
 
 AS_STORED = Ready()

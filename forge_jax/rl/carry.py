@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from forge_jax.attention.plan import build_plan, executed_pairs
 from forge_jax.attention.tree import layout_of
+from forge_jax.config import UserError
 from forge_jax.rl.forward import TILES_GROWTH, Batch, StepConfig, occurrences, share_of_loss
 from forge_jax.rl.losses import Metrics
 from forge_jax.rl.prefetch import prefetch
@@ -85,7 +86,15 @@ def _trunk(params: Any, blocks: Blocks, cfg: StepConfig) -> Kept:
 
 
 def to_ready(one: Block, cfg: StepConfig) -> Ready:
-    """A block and the tiles that its queries visit among the keys of context and block."""
+    """A block and the tiles that its queries visit among the keys of context and block.
+
+    Raises UserError where prediction modules are to be trained on it.
+    """
+    if cfg.mtp.weight:
+        raise UserError(
+            f"mtp.weight={cfg.mtp.weight}: prediction modules are not carried from block to block, "
+            "and a path is longer than pack.budget; raise pack.budget or take mtp.weight=0"
+        )
     k_id = np.concatenate([one.context_id, one.id])
     smallest = 4 * -(-len(k_id) // cfg.tile)  # as of a micro-batch of so many tokens
     plan = build_plan(
@@ -99,6 +108,7 @@ def to_ready(one: Block, cfg: StepConfig) -> Ready:
     batch = Batch(
         tokens=one.tokens,
         depth=one.depth,
+        parent=None,
         source=one.source,
         label=one.label,
         temperature=one.temperature,

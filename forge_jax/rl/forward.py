@@ -15,16 +15,18 @@ from jaxtyping import Array, Float
 
 from forge_jax.attention.plan import TilePlan, tree_plan
 from forge_jax.attention.tree import default_tile, layout_of
-from forge_jax.config import OptimConfig, PackConfig
+from forge_jax.config import MtpConfig, OptimConfig, PackConfig
+from forge_jax.models import mtp as modules
 from forge_jax.models import transformer
 from forge_jax.models.config import ModelConfig
-from forge_jax.models.transformer import Ready
+from forge_jax.models.transformer import Attend, Ready
+from forge_jax.rl import mtp
 from forge_jax.rl.context import whole
 from forge_jax.rl.heads import cut_attention
 from forge_jax.rl.logprob import cut_edge_logprob, edge_logprob
 from forge_jax.rl.losses import Loss, Metrics, cispo, measure
 from forge_jax.sched.ladder import bucket
-from forge_jax.trees import pytree
+from forge_jax.trees import Mean, pytree
 from forge_jax.types import PackedTree
 
 TILES_GROWTH = 4  # from rung to rung of the padded length of a tile list, whose padding is free
@@ -42,6 +44,7 @@ class StepConfig:
     attention: str = "auto"  # implementation, see `tree_attention`
     remat: str = "none"  # see `transformer.hidden`
     dtype: str = "float32"  # of the layers; head, softmax and loss are at least float32
+    mtp: MtpConfig = field(default_factory=MtpConfig)
 
 
 @pytree
@@ -50,6 +53,7 @@ class Batch:
 
     tokens: jax.Array | np.ndarray  # i32[N]
     depth: jax.Array | np.ndarray  # i32[N]
+    parent: jax.Array | np.ndarray | None  # i32[N], among all ranks' tokens; None where carried
     source: jax.Array | np.ndarray  # i32[E], token whose hidden state predicts the edge
     label: jax.Array | np.ndarray  # i32[E], id that it predicts
     temperature: jax.Array | np.ndarray  # f32[E]
@@ -69,6 +73,7 @@ class Found:
     h: jax.Array  # [N, E], final-normed hidden state of each token
     own: Any  # with a context: the tokens' keys and values [layers, N, K, D], as wide as it is
     routing: Any  # `moe.Routing` with a leading layer axis; None without experts
+    guess: mtp.Guess | None  # of the edges, where modules are trained
 
 
 def tiled(pack: PackConfig, attention: str, dtype: str) -> PackConfig:
@@ -92,6 +97,7 @@ def to_batch(tree: PackedTree, cfg: StepConfig) -> Batch:
     return Batch(
         tokens=tree.tokens,
         depth=tree.depth,
+        parent=tree.parent,
         source=tree.parent[tree.edge_token],
         label=tree.tokens[tree.edge_token],
         temperature=tree.edge_temperature,
@@ -129,10 +135,8 @@ def occurrences(
         o = cut_attention(q, k, v, batch.plan, scale=scale, implementation=cfg.attention, axes=axes)
         return o, cache
 
-    ready = Ready(
-        layer=partial(jax.tree.map, lambda weight: weight.astype(cfg.dtype)),
-        top=lambda name, weight: weight.astype(cfg.dtype),
-    )
+    cast = partial(jax.tree.map, lambda weight: weight.astype(cfg.dtype))
+    ready = Ready(layer=cast, top=lambda name, weight: weight.astype(cfg.dtype), module=cast)
     tokens, depth = jnp.asarray(batch.tokens), jnp.asarray(batch.depth)
     h, own, routing = transformer.hidden(
         params, tokens, depth, attend, cfg.model, context, remat=cfg.remat, ready=ready
@@ -146,7 +150,44 @@ def occurrences(
         jnp.asarray(batch.temperature),
     )
     edge = batch.occurrence_edge
-    return Found(logp=logp[edge], entropy=entropy[edge], h=h, own=own, routing=routing)
+    return Found(
+        logp=logp[edge],
+        entropy=entropy[edge],
+        h=h,
+        own=own,
+        routing=routing,
+        guess=_guess(params, h, batch, attend, cfg, ready, axes) if cfg.mtp.weight else None,
+    )
+
+
+def _guess(
+    params: Any,
+    h: Array,
+    batch: Batch,
+    attend: Attend,
+    cfg: StepConfig,
+    ready: Ready,
+    axes: frozenset[str],
+) -> mtp.Guess:
+    """What the modules make of the edges; no gradient leaves them."""
+
+    def above(state: Array) -> Array:
+        return (whole(state, "context") if "context" in axes else state)[batch.parent]
+
+    states = modules.states(
+        params,
+        h,
+        jnp.asarray(batch.tokens),
+        jnp.asarray(batch.depth),
+        above,
+        attend,
+        cfg.model,
+        remat=cfg.remat,
+        ready=ready,
+    )
+    w = transformer.unembedding(params, cfg.model)
+    edges = jnp.asarray(batch.source), jnp.asarray(batch.temperature)
+    return mtp.guesses(h, states, w, *edges, cfg.mtp)
 
 
 def share_of_loss(
@@ -165,3 +206,14 @@ def share_of_loss(
     terms = jnp.where(weight > 0, each * weight, 0.0)
     metrics = measure(logp, old_logp, entropy, weight, cfg.ratio_cap)
     return jnp.sum(terms) / denominator, jax.lax.stop_gradient((metrics, logp, terms))
+
+
+def share_of_modules(
+    guess: mtp.Guess, batch: Batch, denominator: Float[Array, ""], cfg: StepConfig
+) -> tuple[Float[Array, ""], dict[str, Mean]]:
+    """The modules' share of the loss, see `mtp.share_of_loss`, and its metrics."""
+    dtype = guess.loss.dtype
+    edge, weight = jnp.asarray(batch.occurrence_edge), jnp.asarray(batch.weight, dtype)
+    weight = jnp.zeros(len(batch.source), dtype).at[edge].add(weight)
+    depth = jnp.asarray(batch.depth)[jnp.asarray(batch.source)]
+    return mtp.share_of_loss(guess, weight, depth, denominator, cfg.mtp)

@@ -53,7 +53,8 @@ def prepare(taken: Sequence[Taken], cfg: TrainConfig, cost: CostModel) -> Prepar
     ordered = sorted(taken, key=lambda item: item.number)
     pairs = [pair for item in ordered for pair in group_samples(item.episodes)]
     samples = tuple(sample for sample, _ in pairs)
-    trees = tuple(micro_batches(samples, "tree", cfg.pack, cost, cfg.mesh))
+    carry = not cfg.mtp.weight  # prediction modules are not carried from block to block
+    trees = tuple(micro_batches(samples, "tree", cfg.pack, cost, cfg.mesh, carry))
     return Prepared(samples=samples, turns=tuple(turn for _, turn in pairs), trees=trees)
 
 

@@ -5,6 +5,7 @@ caller weights, sums and divides: no loss knows of a batch, a mask or a denomina
 """
 
 from collections.abc import Callable
+from dataclasses import field
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,7 @@ class Metrics:
     gap: Mean  # |logp - old_logp|, nats
     kl: Mean  # of the sampler from the trainer's policy: r - 1 - log r, nats
     entropy: Mean  # of the trainer's policy, nats
+    beside: dict[str, Mean] = field(default_factory=dict)  # of losses that are added, by name
 
     def __add__(self, other: "Metrics") -> "Metrics":
         return Metrics(
@@ -62,6 +64,7 @@ class Metrics:
             gap=self.gap + other.gap,
             kl=self.kl + other.kl,
             entropy=self.entropy + other.entropy,
+            beside={name: mean + other.beside[name] for name, mean in self.beside.items()},
         )
 
     def values(self) -> dict[str, float]:
@@ -73,6 +76,7 @@ class Metrics:
             "kl": self.kl,
             "entropy": self.entropy,
         }
+        means |= {name: mean for name, mean in self.beside.items() if float(mean.count)}
         ratios = {name: float(m.total) / float(m.count) for name, m in means.items()}
         return {"ratio_max": float(self.ratio_max), **ratios}
 

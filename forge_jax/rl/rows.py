@@ -110,10 +110,12 @@ def _part(
     n, edge, occurrence = tree.n_tokens, shares.edges[rank], shares.occurrences[rank]
     tokens = shares.tokens[rank]
     real = tokens[tokens < n]  # padding comes last in the order
+    place = np.argsort(shares.tokens, axis=None).astype(np.int32)  # of a token among all ranks'
     child = tree.edge_token[edge]
     return {
         "tokens": fill(tree.tokens[real], len(tokens)),
         "depth": fill(tree.depth[real], len(tokens)),
+        "parent": fill(place[tree.parent[real]], len(tokens)),
         "source": fill(_places(tokens, tree.parent[child]), edges),
         "label": fill(tree.tokens[child], edges),
         "temperature": fill(tree.edge_temperature[edge], edges, 1),

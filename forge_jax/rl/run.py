@@ -30,7 +30,7 @@ from forge_jax.rl.play import Player
 from forge_jax.rl.plots import draw_curves, draw_forest
 from forge_jax.rl.report import Reporter, progress, write_whole
 from forge_jax.rl.serving import Serving, serving
-from forge_jax.rl.start import Start, beginning, step_config
+from forge_jax.rl.start import Start, beginning, prepared, step_config
 from forge_jax.rl.state import TrainState
 from forge_jax.sched.pool import Pool
 from forge_jax.sched.split import forest_of
@@ -57,10 +57,11 @@ def train(
     """Runs `cfg` in `folder`, from its newest checkpoint if there is one; the summary.
 
     Consumes the weights of `model`; `config` is what is reported to wandb. Raises UserError
-    where the model cannot hold the context asked for, there are fewer devices than the mesh
-    wants, a checkpoint cannot be read, or the warm start stays below its gate.
+    where the model cannot hold the context asked for or lacks modules to train, there are fewer
+    devices than the mesh wants, a checkpoint cannot be read, or the warm start stays below its
+    gate.
     """
-    began = time.monotonic()
+    began, model = time.monotonic(), prepared(cfg, model)
     if cfg.rollout.context > model.cfg.max_context:
         limit = model.cfg.max_context
         raise UserError(f"rollout.context={cfg.rollout.context} is beyond the model's {limit}")

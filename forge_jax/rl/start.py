@@ -10,9 +10,10 @@ from typing import Any
 
 from rich.progress import Progress
 
-from forge_jax.config import TrainConfig
+from forge_jax.config import TrainConfig, UserError
 from forge_jax.models.layout import layout
 from forge_jax.models.load import LoadedModel
+from forge_jax.models.mtp import grown
 from forge_jax.rl.checkpoint import Checkpoints
 from forge_jax.rl.losses import cispo, negative_log_likelihood
 from forge_jax.rl.measure import Totals
@@ -32,6 +33,17 @@ class Start:
     state: TrainState
     totals: Totals
     cursors: dict[str, Any] | None  # of the collector; None at a fresh start
+
+
+def prepared(cfg: TrainConfig, model: LoadedModel) -> LoadedModel:
+    """`model` with what the run adds to it. Raises UserError where it lacks what is trained."""
+    model = grown(model, cfg.mtp.depth, cfg.seed)
+    if cfg.mtp.weight and not model.cfg.mtp:
+        raise UserError(
+            f"mtp.weight={cfg.mtp.weight}: {model.name} has no prediction modules; "
+            "mtp.depth=1 adds one"
+        )
+    return model
 
 
 def beginning(
@@ -90,4 +102,5 @@ def step_config(cfg: TrainConfig, model: LoadedModel, warm: bool) -> StepConfig:
         ratio_cap=cfg.ratio_cap,
         tile=cfg.pack.side,
         attention=cfg.attention,
+        mtp=cfg.mtp,
     )

@@ -28,12 +28,14 @@ class TrainState:
 def optimizer(cfg: OptimConfig) -> optax.GradientTransformation:
     """AdamW (arXiv 1711.05101) on gradients clipped by their global norm, its rate scheduled.
 
+    Prediction modules are clipped by a norm of their own, so that they do not move the policy.
+
     Step s (from 0) of the warm-up has the rate ``learning_rate * (s + 1) / warmup_steps``;
     from its end the rate falls in a straight line, to ``final_share`` of it at
     ``decay_steps`` and after.
     """
     return optax.chain(
-        optax.clip_by_global_norm(cfg.clip_norm),
+        optax.stateless(lambda grads, _: clipped(grads, cfg.clip_norm)),
         optax.adamw(
             partial(rate, cfg=cfg),
             b1=cfg.beta1,
@@ -42,6 +44,18 @@ def optimizer(cfg: OptimConfig) -> optax.GradientTransformation:
             weight_decay=cfg.weight_decay,
         ),
     )
+
+
+def clipped(grads: dict[str, Any], limit: float) -> dict[str, Any]:
+    """`grads` with a global norm of at most `limit`, and their prediction modules' with another."""
+    clip = optax.clip_by_global_norm(limit).update
+    parts = [policy_of(grads)] + [{"mtp": grads["mtp"]} for _ in range("mtp" in grads)]
+    return {name: g for part in parts for name, g in clip(part, optax.EmptyState())[0].items()}
+
+
+def policy_of(tree: dict[str, Any]) -> dict[str, Any]:
+    """Parameters or gradients without the prediction modules."""
+    return {name: leaf for name, leaf in tree.items() if name != "mtp"}
 
 
 def rate(count: jax.Array, cfg: OptimConfig) -> jax.Array:

@@ -8,7 +8,7 @@ samples were merged nor on how trees were packed.
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,10 +21,17 @@ from jaxtyping import Array, Float
 from forge_jax.attention.plan import executed_pairs
 from forge_jax.config import OptimConfig
 from forge_jax.rl import carry
-from forge_jax.rl.forward import Batch, StepConfig, occurrences, share_of_loss, to_batch
+from forge_jax.rl.forward import (
+    Batch,
+    StepConfig,
+    occurrences,
+    share_of_loss,
+    share_of_modules,
+    to_batch,
+)
 from forge_jax.rl.losses import Metrics
 from forge_jax.rl.prefetch import prefetch
-from forge_jax.rl.state import TrainState, optimizer
+from forge_jax.rl.state import TrainState, optimizer, policy_of
 from forge_jax.sched.split import forest_of
 from forge_jax.types import CarriedTree, MicroBatch, PackedTree
 
@@ -35,7 +42,7 @@ class Updated:
 
     stepped: bool  # False: no occurrence was trained and the state is as it was
     loss: float
-    grad_norm: float  # global L2, before clipping
+    grad_norm: float  # global L2 of the policy, before clipping
     metrics: dict[str, float]
     logp: np.ndarray  # f32[M] of every trained occurrence, under the weights before the update
     index: np.ndarray  # i64[M], their places in the concatenated samples
@@ -75,7 +82,13 @@ def gradients(
 
     def objective(params: Any) -> tuple[jax.Array, tuple[Metrics, jax.Array, jax.Array]]:
         found = occurrences(params, batch, cfg, axes)
-        return share_of_loss(found.logp, found.entropy, batch, denominator, cfg)
+        share, (metrics, logp, terms) = share_of_loss(
+            found.logp, found.entropy, batch, denominator, cfg
+        )
+        if found.guess is not None:
+            more, measured = share_of_modules(found.guess, batch, denominator, cfg)
+            share, metrics = share + more, replace(metrics, beside=metrics.beside | measured)
+        return share, (metrics, logp, terms)
 
     grads, beside = jax.grad(objective, has_aux=True)(params)
     return grads, *beside
@@ -149,7 +162,8 @@ def total(parts: Iterable[tuple[np.ndarray, Any, Metrics, Any, Any]], trained: i
 
 
 def apply(state: TrainState, grads: Any, cfg: OptimConfig) -> tuple[TrainState, Float[Array, ""]]:
-    """One step of the optimiser; returns the norm of `grads` before clipping.
+    """One step of the optimiser; returns the norm of `grads` before
+    clipping, prediction modules aside.
 
     `state` is consumed; the next one lies on the devices as it did.
     """
@@ -161,7 +175,7 @@ def apply(state: TrainState, grads: Any, cfg: OptimConfig) -> tuple[TrainState, 
 
 @partial(jax.jit, static_argnames=("cfg",), donate_argnames=("state",))
 def _apply(state: TrainState, grads: Any, cfg: OptimConfig) -> tuple[TrainState, Float[Array, ""]]:
-    norm = optax.tree.norm(grads)
+    norm = optax.tree.norm(policy_of(grads))
     updates, opt_state = optimizer(cfg).update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     return TrainState(step=state.step + 1, params=params, opt_state=opt_state), norm

@@ -34,7 +34,7 @@ def warm_start(
 
     def plan(step: int) -> list[MicroBatch]:
         samples = scripted_samples(cfg.task, chat, cfg.warm.batch, cfg.seed, step)
-        return micro_batches(samples, "tree", cfg.pack, mesh=cfg.mesh)
+        return micro_batches(samples, "tree", cfg.pack, mesh=cfg.mesh, carry=not cfg.mtp.weight)
 
     steps = range(first, cfg.warm.steps + 1)
     for step, trees in zip(steps, prefetch(plan, steps), strict=True):

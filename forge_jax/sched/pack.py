@@ -30,13 +30,14 @@ def micro_batches(
     cfg: PackConfig,
     cost: CostModel = BY_TOKENS,
     mesh: MeshConfig = ONE_DEVICE,
+    carry: bool = True,
 ) -> list[MicroBatch]:
     """The padded micro-batches of one step, none above the budget; none for no samples.
 
     The budget is that of each rank which the tokens of a micro-batch are cut over, and there
     are as many micro-batches as keep every place of the mesh busy, if trees suffice.
     A tree beyond the budget is cut or carried, on one device whichever is cheaper by `cost`:
-    see `split`.
+    see `split`. Without `carry` it is carried only where it cannot be cut.
     `occurrence_sample` and `occurrence_index` count over all of `samples`. Raises
     ValueError as `merge` does.
     """
@@ -44,7 +45,7 @@ def micro_batches(
         return []
     cfg = replace(cfg, budget=cfg.budget * mesh.context)
     cost, alone = cost.without_tiles(cfg.side), mesh == ONE_DEVICE
-    parts = split(merge(samples, mode), cfg.budget, cost, mesh.places, carry=alone)
+    parts = split(merge(samples, mode), cfg.budget, cost, mesh.places, carry=carry and alone)
     packed = [part for part in parts if isinstance(part, PackedTree)]
     shapes = iter(_shapes(packed, cfg))
     return [
