@@ -73,6 +73,7 @@ class RolloutConfig:
     context: int = 64  # tokens a sequence may have, prompt included
     prefill_rows: int = 16  # prompts prefilled at once
     decode_steps: int = 4  # tokens decoded per device call
+    routes: bool = False  # record which experts every token uses, for training to replay
 
     def __post_init__(self) -> None:
         for name in ("slots", "context", "prefill_rows", "decode_steps"):

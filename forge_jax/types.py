@@ -11,6 +11,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+NO_ROUTE = -1  # in place of an expert: none was recorded, the router chooses
+
+
+def route_dtype(experts: int) -> np.dtype:
+    """The smallest dtype that holds every expert and `NO_ROUTE`."""
+    return np.dtype(np.int8 if experts <= 128 else np.int16)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -79,6 +86,9 @@ class Chunk:
     stop_text: str | None = None
     queue_seconds: float = 0.0  # from submission to the first prefill; on the first chunk
     cached_tokens: int = 0  # prompt tokens read from a cache; on the first chunk
+    # int[m, layers, k], the experts of the tokens fed since the last chunk: the prompt's on the
+    # first one, then those of the sampled tokens, each once it is fed. None: not recorded.
+    routes: np.ndarray | None = None
 
 
 class Refused(Exception):
@@ -122,6 +132,8 @@ class Turn:
     start: float  # seconds since the session opened
     seconds: float  # from arrival of the call to its last token
     queue_seconds: float  # of those, waiting for the engine
+    # int[P + C, layers, k], the experts that the engine used, `NO_ROUTE` at tokens never fed.
+    routes: np.ndarray | None = None  # None: not recorded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,15 +191,18 @@ class Sample:
     old_logp: np.ndarray  # f32[T], the sampler's, 0 off the mask
     advantage: np.ndarray  # f32[T], 0 off the mask
     temperature: float = 1.0  # of the sampler; old_logp is under it
-    # i64[T], a key of all else that a token brings into the model: its adapter, the route it
-    # replays, the features of its image, an offset of its position. None: 0 everywhere.
+    # i64[T], a key of all else that a token brings into the model: its adapter, the features
+    # of its image, an offset of its position. None: 0 everywhere.
     inputs: np.ndarray | None = None
+    # int[T, layers, k], experts to replay, `NO_ROUTE` where the router is to choose. None: there
+    # everywhere.
+    routes: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
         if n == 0:
             raise ValueError("a sample without tokens")
-        for name in ("mask", "old_logp", "advantage", "inputs"):
+        for name in ("mask", "old_logp", "advantage", "inputs", "routes"):
             values = getattr(self, name)
             if values is not None and len(values) != n:
                 raise ValueError(f"{name} has {len(values)} entries, tokens {n}")
@@ -215,6 +230,8 @@ class PackedTree:
     advantage: np.ndarray  # f32[M]
     weight: np.ndarray  # f32[M], 1 at a trained occurrence, 0 at padding
     occurrence_index: np.ndarray  # i64[M], place in the concatenated samples; -1 at padding
+    multiplicity: np.ndarray  # f32[N], samples that pass through a token; 0 at padding
+    routes: np.ndarray | None  # int[N, layers, k], as in `Sample`; `NO_ROUTE` at padding
     n_tokens: int  # real sizes, before padding
     n_edges: int
     n_occurrences: int

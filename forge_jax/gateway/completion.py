@@ -14,7 +14,7 @@ from forge_jax.gateway.messages import Message, ToolCall
 from forge_jax.gateway.text import TextReader
 from forge_jax.gateway.tools import ToolParser
 from forge_jax.models.tokenizer import Tokenizer
-from forge_jax.types import Chunk, Finish, Request, Turn
+from forge_jax.types import NO_ROUTE, Chunk, Finish, Request, Turn
 
 Place = tuple[int, int]  # number of a call in its session, number of the choice
 
@@ -97,6 +97,22 @@ class Completion:
         return _joined([c.versions for c in self._chunks], np.int32)
 
     @functools.cached_property
+    def routes(self) -> np.ndarray | None:
+        """int[P + C, layers, k], of prompt and output; None where the engine records none.
+
+        What was never fed, as the last sampled token, has `NO_ROUTE`; so has all of a prompt
+        whose completion never began.
+        """
+        fed = [c.routes for c in self._chunks if c.routes is not None]
+        if not fed:
+            return None
+        routes = np.full(
+            (len(self.request.prompt) + len(self.output), *fed[0].shape[1:]), NO_ROUTE, fed[0].dtype
+        )
+        np.concatenate(fed, out=routes[: sum(map(len, fed))])
+        return routes
+
+    @functools.cached_property
     def raw_text(self) -> str:
         """The sampled tokens as text, what ended them included."""
         return self._tokenizer.decode(self.output.tolist())
@@ -114,6 +130,7 @@ class Completion:
             start=arrived - opened,
             seconds=max(0.0, self.ended - arrived),
             queue_seconds=self.queue_seconds,
+            routes=self.routes,
         )
 
 

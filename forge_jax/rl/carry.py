@@ -116,6 +116,8 @@ def to_ready(one: Block, cfg: StepConfig) -> Ready:
         old_logp=one.old_logp,
         advantage=one.advantage,
         weight=one.weight,
+        multiplicity=one.multiplicity,
+        routes=one.routes,
         plan=plan,
     )
     return Ready(one, batch)

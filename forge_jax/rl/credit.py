@@ -6,6 +6,7 @@ does not depend on episode i and adds no bias; RLOO, arXiv 2402.14740). Episodes
 are not valid leave both loss and baseline.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -49,9 +50,24 @@ def group_samples(group: Sequence[Episode]) -> list[tuple[Sample, Turn]]:
         (turn_sample(turn, advantage), turn)
         for episode, advantage in zip(group, advantages, strict=True)
         if episode.outcome.valid
-        for turn in episode.turns
+        for turn in continued(episode.turns)
         if trainable(turn)
     ]
+
+
+def continued(turns: Sequence[Turn]) -> list[Turn]:
+    """`turns`, where the last token of each that a later one continues has the route it was
+    fed with there: nothing of its own turn was computed from it, and so the two share it."""
+    found = list(turns)
+    for later in reversed(turns):
+        if later.parent is None or later.routes is None:
+            continue
+        turn = turns[later.parent]
+        if turn.routes is not None and len(turn.output):
+            routes = turn.routes.copy()
+            routes[-1] = later.routes[len(routes) - 1]
+            found[later.parent] = dataclasses.replace(turn, routes=routes)
+    return found
 
 
 def turn_sample(turn: Turn, advantage: float) -> Sample:
@@ -63,4 +79,5 @@ def turn_sample(turn: Turn, advantage: float) -> Sample:
         old_logp=np.concatenate([off, turn.logprobs.astype(np.float32)]),
         advantage=np.concatenate([off, np.full(len(turn.output), advantage, np.float32)]),
         temperature=turn.temperature,
+        routes=turn.routes,
     )

@@ -61,6 +61,8 @@ class Batch:
     old_logp: jax.Array | np.ndarray  # f32[M]
     advantage: jax.Array | np.ndarray  # f32[M]
     weight: jax.Array | np.ndarray  # f32[M]
+    multiplicity: jax.Array | np.ndarray  # f32[N]
+    routes: jax.Array | np.ndarray | None  # int[N, layers, k]
     plan: TilePlan
 
 
@@ -105,6 +107,8 @@ def to_batch(tree: PackedTree, cfg: StepConfig) -> Batch:
         old_logp=tree.old_logp,
         advantage=tree.advantage,
         weight=tree.weight,
+        multiplicity=tree.multiplicity,
+        routes=tree.routes,
         plan=plan,
     )
 
@@ -138,8 +142,18 @@ def occurrences(
     cast = partial(jax.tree.map, lambda weight: weight.astype(cfg.dtype))
     ready = Ready(layer=cast, top=lambda name, weight: weight.astype(cfg.dtype), module=cast)
     tokens, depth = jnp.asarray(batch.tokens), jnp.asarray(batch.depth)
+    routes = None if batch.routes is None else jnp.moveaxis(jnp.asarray(batch.routes), 1, 0)
     h, own, routing = transformer.hidden(
-        params, tokens, depth, attend, cfg.model, context, remat=cfg.remat, ready=ready
+        params,
+        tokens,
+        depth,
+        attend,
+        cfg.model,
+        context,
+        remat=cfg.remat,
+        ready=ready,
+        routes=routes,
+        multiplicity=jnp.asarray(batch.multiplicity),
     )
     head = partial(cut_edge_logprob, axis="tensor") if "tensor" in axes else edge_logprob
     logp, entropy = head(

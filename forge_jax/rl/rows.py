@@ -7,7 +7,7 @@ any result.
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ from forge_jax.rl.costs import prior
 from forge_jax.rl.forward import TILES_GROWTH, Batch, StepConfig
 from forge_jax.sched.cost import sizes_of
 from forge_jax.sched.ladder import OCCURRENCES_GROWTH, bucket, fill
-from forge_jax.types import PackedTree
+from forge_jax.types import NO_ROUTE, PackedTree
 
 EDGES_GROWTH = 1.25  # from rung to rung above a rank's share of the padded edges
 
@@ -77,12 +77,16 @@ def lay_out(trees: Sequence[PackedTree], ranks: int, cfg: StepConfig) -> Row:
         layout=layout_of(cfg.attention, cfg.dtype),
         bucket=lambda listed: bucket(listed, smallest, TILES_GROWTH, 1),
     )
+    routed = next((tree.routes for tree in trees if tree.routes is not None), None)
     parts = [
-        _part(tree, shares, rank, edges, occurrences)
+        _part(tree, shares, rank, edges, occurrences, routed)
         for tree, shares in zip(trees, dealt, strict=True)
         for rank in range(ranks)
     ]
-    fields = {name: np.stack([part[name] for part in parts]) for name in parts[0]}
+    fields: dict[str, Any] = {
+        name: None if parts[0][name] is None else np.stack([part[name] for part in parts])
+        for name in parts[0]
+    }
     places = fields.pop("places")
     batch = Batch(**fields, plan=jax.tree.map(lambda *x: np.stack(x), *plans))
     shape = (len(trees), ranks)
@@ -104,9 +108,15 @@ def _ids(tree: PackedTree, shares: Shares) -> list[Ids]:
 
 
 def _part(
-    tree: PackedTree, shares: Shares, rank: int, edges: int, occurrences: int
-) -> dict[str, np.ndarray]:
-    """The arrays of a `Batch` that one rank has, but the plan; and their `places`."""
+    tree: PackedTree,
+    shares: Shares,
+    rank: int,
+    edges: int,
+    occurrences: int,
+    routed: np.ndarray | None,
+) -> dict[str, Any]:
+    """The arrays of a `Batch` that one rank has, but the plan; and their `places`. `routed` are
+    the routes of some micro-batch of the row, None where none has any."""
     n, edge, occurrence = tree.n_tokens, shares.edges[rank], shares.occurrences[rank]
     tokens = shares.tokens[rank]
     real = tokens[tokens < n]  # padding comes last in the order
@@ -123,8 +133,17 @@ def _part(
         "old_logp": fill(tree.old_logp[occurrence], occurrences),
         "advantage": fill(tree.advantage[occurrence], occurrences),
         "weight": fill(tree.weight[occurrence], occurrences),
+        "multiplicity": fill(tree.multiplicity[real], len(tokens)),
+        "routes": None
+        if routed is None
+        else fill(_routes(tree, routed)[real], len(tokens), NO_ROUTE),
         "places": fill(tree.occurrence_index[occurrence], occurrences, -1),
     }
+
+
+def _routes(tree: PackedTree, like: np.ndarray) -> np.ndarray:
+    """Those of `tree`, none where it is empty."""
+    return np.zeros((0, *like.shape[1:]), like.dtype) if tree.routes is None else tree.routes
 
 
 def _places(among: np.ndarray, of: np.ndarray) -> np.ndarray:
@@ -146,6 +165,8 @@ def _nothing() -> PackedTree:
         advantage=f32,
         weight=f32,
         occurrence_index=np.zeros(0, np.int64),
+        multiplicity=f32,
+        routes=None,
         n_tokens=0,
         n_edges=0,
         n_occurrences=0,

@@ -32,6 +32,7 @@ from forge_jax.rl.report import Reporter, progress, write_whole
 from forge_jax.rl.serving import Serving, serving
 from forge_jax.rl.start import Start, beginning, prepared, step_config
 from forge_jax.rl.state import TrainState
+from forge_jax.rollout.engine import check_model
 from forge_jax.sched.pool import Pool
 from forge_jax.sched.split import forest_of
 from forge_jax.sched.window import WindowedFifo
@@ -57,14 +58,12 @@ def train(
     """Runs `cfg` in `folder`, from its newest checkpoint if there is one; the summary.
 
     Consumes the weights of `model`; `config` is what is reported to wandb. Raises UserError
-    where the model cannot hold the context asked for or lacks modules to train, there are fewer
-    devices than the mesh wants, a checkpoint cannot be read, or the warm start stays below its
-    gate.
+    where the model does not fit what is asked of the engine or lacks modules to train, there are
+    fewer devices than the mesh wants, a checkpoint cannot be read, or the warm start stays below
+    its gate.
     """
     began, model = time.monotonic(), prepared(cfg, model)
-    if cfg.rollout.context > model.cfg.max_context:
-        limit = model.cfg.max_context
-        raise UserError(f"rollout.context={cfg.rollout.context} is beyond the model's {limit}")
+    check_model(cfg.rollout, model.cfg)
     with (
         closing(Checkpoints(folder / "checkpoints")) as checkpoints,
         progress(Console(stderr=True)) as bars,

@@ -25,6 +25,16 @@ from forge_jax.types import Chunk, Finish, Refused, Request
 T = TypeVar("T")
 
 
+def check_model(rollout: RolloutConfig, cfg: ModelConfig) -> None:
+    """Raises UserError where an engine of these sizes cannot serve such a model."""
+    if rollout.context > cfg.max_context:
+        raise UserError(
+            f"rollout.context={rollout.context} is beyond the model's max_context={cfg.max_context}"
+        )
+    if rollout.routes and not cfg.experts:
+        raise UserError("rollout.routes=True: the model has no experts to record")
+
+
 class RolloutEngine:
     """Continuous batching over static slots; implements `types.Engine`.
 
@@ -46,10 +56,10 @@ class RolloutEngine:
     ):
         """`version` is that of `params`; `seed` draws the seeds of requests without one.
 
-        Raises UserError if a sequence may be longer than the model was made for.
+        Raises UserError if a sequence may be longer than the model was made for, or routes are
+        to be recorded of a model without experts.
         """
-        if rollout.context > cfg.max_context:
-            raise UserError(f"rollout.context={rollout.context} > max_context={cfg.max_context}")
+        check_model(rollout, cfg)
         self._limits = Limits(context=rollout.context, vocab=cfg.vocab, stop_ids=tuple(stop_ids))
         self._tokenizer = tokenizer
         self._seed = seed

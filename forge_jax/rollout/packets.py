@@ -7,6 +7,7 @@ Floats travel as their bits, so that nothing is rounded on the way.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,15 @@ HEADER = STOP + STOP_IDS
 TOKEN, LOGP, STATUS = range(3)
 # Statuses: no token was sampled; the request goes on; it met a stop id; its limit is used up.
 IDLE, GOES_ON, STOPPED, EXHAUSTED = range(4)
+
+
+class Sampled(NamedTuple):
+    """What a device call gives: of a prefill for R prompts, of a decode for K steps of B slots."""
+
+    packet: Any  # i32[R, 3] or i32[K, B, 3]
+    # int[R, T, layers, k] or int[K, B, layers, k], the experts of the tokens that were fed:
+    # of whole prompts, or of the token before the sampled one. None: not recorded.
+    routes: Any
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -16,10 +16,13 @@ from jaxtyping import Array, Float, Int, Key
 
 from forge_jax.models import layout, transformer
 from forge_jax.models.config import ModelConfig
+from forge_jax.models.moe import Routing
 from forge_jax.rollout import packets
 from forge_jax.rollout.cache import decode_attend, prefill_attend
+from forge_jax.rollout.packets import Sampled
 from forge_jax.rollout.sampling import request_key, sample
 from forge_jax.trees import pytree
+from forge_jax.types import route_dtype
 
 traces: Counter[str] = Counter()  # how often each program was traced; constant once all are warm
 
@@ -51,40 +54,54 @@ def empty_slots(size: int) -> Slots:
     )
 
 
-@partial(jax.jit, static_argnames="cfg", donate_argnames=("cache", "slots"))
+@partial(jax.jit, static_argnames=("cfg", "routes"), donate_argnames=("cache", "slots"))
 def prefill(
-    params: dict[str, Any], cache: Any, slots: Slots, packed: Int[Array, "R C"], *, cfg: ModelConfig
-) -> tuple[Any, Slots, Int[Array, "R 3"]]:
+    params: dict[str, Any],
+    cache: Any,
+    slots: Slots,
+    packed: Int[Array, "R C"],
+    *,
+    cfg: ModelConfig,
+    routes: bool = False,
+) -> tuple[Any, Slots, Sampled]:
     """Reads R prompts into their slots and samples the first token of each.
 
     `packed` is laid out by `packets.pack_prefill`; a row whose slot does not exist is padding.
+    With `routes` the experts of all tokens come out too.
     """
     traces["prefill"] += 1
     header, tokens = packed[:, : packets.HEADER], packed[:, packets.HEADER :]
     slot, length = header[:, packets.SLOT], header[:, packets.LENGTH]
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     attend = prefill_attend(slot)
-    h, cache, _ = transformer.hidden(params, tokens, positions, attend, cfg, cache)
+    h, cache, routing = transformer.hidden(params, tokens, positions, attend, cfg, cache)
     h = jnp.take_along_axis(h, (length - 1)[:, None, None], axis=1)[:, 0]
     newest = jnp.take_along_axis(tokens, (length - 1)[:, None], axis=1)[:, 0]
     rows, result = _draw(transformer.logits(params, h, cfg), _admitted(header, newest))
     slots = jax.tree.map(lambda old, new: old.at[slot].set(new, mode="drop"), slots, rows)
-    return cache, slots, result
+    return cache, slots, Sampled(result, _recorded(routing, cfg) if routes else None)
 
 
-@partial(jax.jit, static_argnames=("cfg", "steps"), donate_argnames=("cache", "slots"))
+@partial(jax.jit, static_argnames=("cfg", "steps", "routes"), donate_argnames=("cache", "slots"))
 def decode(
-    params: dict[str, Any], cache: Any, slots: Slots, *, cfg: ModelConfig, steps: int
-) -> tuple[Any, Slots, Int[Array, "steps B 3"]]:
-    """Samples up to `steps` tokens in every active slot.
+    params: dict[str, Any],
+    cache: Any,
+    slots: Slots,
+    *,
+    cfg: ModelConfig,
+    steps: int,
+    routes: bool = False,
+) -> tuple[Any, Slots, Sampled]:
+    """Samples up to `steps` tokens in every active slot, with the experts of those before them
+    where `routes` are asked for.
 
     A slot whose request has gone runs on until its limit or the next admission: it costs
     nothing, since every slot is computed anyway.
     """
     traces["decode"] += 1
 
-    def step(carry: tuple[Any, Slots], _: None) -> tuple[tuple[Any, Slots], Array]:
-        cache, slots, result = decode_step(params, *carry, cfg)
+    def step(carry: tuple[Any, Slots], _: None) -> tuple[tuple[Any, Slots], Sampled]:
+        cache, slots, result = decode_step(params, *carry, cfg, routes)
         return (cache, slots), result
 
     (cache, slots), results = jax.lax.scan(step, (cache, slots), length=steps)
@@ -92,13 +109,19 @@ def decode(
 
 
 def decode_step(
-    params: dict[str, Any], cache: Any, slots: Slots, cfg: ModelConfig
-) -> tuple[Any, Slots, Int[Array, "B 3"]]:
+    params: dict[str, Any], cache: Any, slots: Slots, cfg: ModelConfig, routes: bool = False
+) -> tuple[Any, Slots, Sampled]:
     """Samples one token in every active slot; the row of an idle slot changes nothing."""
     attend = decode_attend(slots.position)
-    h, cache, _ = transformer.hidden(params, slots.token, slots.position, attend, cfg, cache)
+    h, cache, routing = transformer.hidden(params, slots.token, slots.position, attend, cfg, cache)
     slots, result = _draw(transformer.logits(params, h, cfg), slots)
-    return cache, slots, result
+    return cache, slots, Sampled(result, _recorded(routing, cfg) if routes else None)
+
+
+def _recorded(routing: Routing | None, cfg: ModelConfig) -> Int[Array, "... layers k"]:
+    """The experts of each token in all layers."""
+    assert routing is not None, "routes of a model without experts"
+    return jnp.moveaxis(routing.experts, 0, -2).astype(route_dtype(cfg.experts))
 
 
 @partial(jax.jit, static_argnames="cfg")

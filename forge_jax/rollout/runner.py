@@ -15,7 +15,7 @@ from forge_jax.config import RolloutConfig
 from forge_jax.models.config import ModelConfig
 from forge_jax.rollout import programs
 from forge_jax.rollout.cache import cache_sharding, empty_cache
-from forge_jax.rollout.packets import buckets, pack_prefill
+from forge_jax.rollout.packets import Sampled, buckets, pack_prefill
 from forge_jax.rollout.scheduler import Plan, Results
 from forge_jax.sharding import replicated
 
@@ -27,8 +27,8 @@ class Flight:
     plan: Plan
     version: int  # of the weights
     began: float
-    firsts: list[jax.Array]
-    block: jax.Array | None
+    firsts: list[Sampled]
+    block: Sampled | None
 
 
 class Runner:
@@ -99,25 +99,33 @@ class Runner:
 
     def _read(self, flight: Flight) -> Results:
         firsts, block = jax.device_get((flight.firsts, flight.block))
-        nothing = np.zeros((0, self._rollout.slots, 3), np.int32)
         return Results(
             plan=flight.plan,
             firsts=tuple(firsts),
-            block=nothing if block is None else block,
+            block=block,
             version=flight.version,
             began=flight.began,
         )
 
-    def _prefill(self, packed: np.ndarray) -> jax.Array:
+    def _prefill(self, packed: np.ndarray) -> Sampled:
         self._cache, self._slots, result = programs.prefill(
-            self._weights, self._cache, self._slots, packed, cfg=self._cfg
+            self._weights,
+            self._cache,
+            self._slots,
+            packed,
+            cfg=self._cfg,
+            routes=self._rollout.routes,
         )
         return result
 
-    def _decode(self) -> jax.Array:
-        steps = self._rollout.decode_steps
+    def _decode(self) -> Sampled:
         self._cache, self._slots, result = programs.decode(
-            self._weights, self._cache, self._slots, cfg=self._cfg, steps=steps
+            self._weights,
+            self._cache,
+            self._slots,
+            cfg=self._cfg,
+            steps=self._rollout.decode_steps,
+            routes=self._rollout.routes,
         )
         return result
 

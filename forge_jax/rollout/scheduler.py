@@ -21,6 +21,7 @@ from forge_jax.rollout.packets import (
     STATUS,
     STOPPED,
     TOKEN,
+    Sampled,
     buckets,
     pack_prefill,
 )
@@ -42,8 +43,8 @@ class Results:
     """What the round of a plan sampled, as packets."""
 
     plan: Plan
-    firsts: tuple[np.ndarray, ...]  # i32[R, 3] per prefill call
-    block: np.ndarray  # i32[K, B, 3]; K is 0 where the plan did not decode
+    firsts: tuple[Sampled, ...]  # of each prefill call
+    block: Sampled | None  # None where the plan did not decode
     version: int  # of the weights that sampled it
     began: float  # when it was dispatched, on the clock of the submissions
 
@@ -135,24 +136,29 @@ class Scheduler:
         """
         plan = results.plan
         first = {
-            slot: packet[row]
-            for rows, packet in zip(plan.admitted, results.firsts, strict=True)
-            for row, (slot, _) in enumerate(rows)
+            slot: _row(of, row, job)
+            for rows, of in zip(plan.admitted, results.firsts, strict=True)
+            for row, (slot, job) in enumerate(rows)
         }
-        block = results.block.swapaxes(0, 1)
         chunks = []
         for slot, job in enumerate(plan.owners):
             if job is None or self._owners[slot] is not job:
                 continue
-            sampled = block[slot]
-            if slot in first:
-                sampled = np.concatenate([first[slot][None], sampled])
+            parts = [first[slot]] if slot in first else []
+            if results.block is not None:
+                parts.append(Sampled(*(x if x is None else x[:, slot] for x in results.block)))
+            sampled = np.concatenate([part.packet for part in parts])
             sampled = sampled[sampled[:, STATUS] != IDLE]
             if len(sampled):
-                chunks.append((job.number, self._chunk(slot, job, sampled, results)))
+                fed = [part.routes for part in parts if part.routes is not None]
+                chunks.append((job.number, self._chunk(slot, job, sampled, fed, results)))
         return chunks
 
-    def _chunk(self, slot: int, job: Job, sampled: np.ndarray, results: Results) -> Chunk:
+    def _chunk(
+        self, slot: int, job: Job, sampled: np.ndarray, fed: list[np.ndarray], results: Results
+    ) -> Chunk:
+        """`fed` has the routes of the tokens fed, of a prompt whole, then of one for each token
+        sampled from it."""
         stop_text, finish = None, None
         status = sampled[-1, STATUS]
         if job.stop is not None:
@@ -179,6 +185,7 @@ class Scheduler:
             finish=finish,
             stop_text=stop_text,
             queue_seconds=results.began - job.submitted if fresh else 0.0,
+            routes=_fed(fed, len(sampled) + (len(job.row.prompt) - 1 if fresh else 0)),
         )
 
     def _end(self, slot: int, finish: Finish) -> None:
@@ -208,3 +215,14 @@ class Scheduler:
             self.counts["decode_calls"] += 1
             self.counts["slot_rounds"] += self._cfg.slots
             self.counts["busy_slot_rounds"] += self.running
+
+
+def _row(of: Sampled, row: int, job: Job) -> Sampled:
+    """What a prefill call gives one of its prompts, as a block of one step does."""
+    routes = None if of.routes is None else of.routes[row, : len(job.row.prompt)]
+    return Sampled(of.packet[row][None], routes)
+
+
+def _fed(routes: list[np.ndarray], count: int) -> np.ndarray | None:
+    """The routes of the first `count` tokens fed; None where none are recorded."""
+    return np.concatenate(routes)[:count] if routes else None

@@ -14,7 +14,7 @@ import numpy as np
 from forge_jax.sched.cut import trunk_of
 from forge_jax.sched.ladder import OCCURRENCES_GROWTH, bucket, edges_rung, fill
 from forge_jax.sched.split import grouped
-from forge_jax.types import CarriedTree, PackedTree
+from forge_jax.types import NO_ROUTE, CarriedTree, PackedTree
 
 CONTEXT_GROWTH = 2  # from rung to rung of a context, whose padding attention never visits
 SMALLEST_CONTEXT = 256
@@ -44,6 +44,8 @@ class Block:
     old_logp: np.ndarray  # f32[M]
     advantage: np.ndarray  # f32[M]
     weight: np.ndarray  # f32[M], 0 at padding
+    multiplicity: np.ndarray  # f32[N], as in `PackedTree`
+    routes: np.ndarray | None
     occurrence_index: np.ndarray  # i64[M], -1 at padding
 
 
@@ -158,4 +160,6 @@ def _padded(
         advantage=fill(tree.advantage[occurrences], m),
         weight=fill(tree.weight[occurrences], m),
         occurrence_index=fill(tree.occurrence_index[occurrences], m, -1),
+        multiplicity=fill(tree.multiplicity[own], size),
+        routes=None if tree.routes is None else fill(tree.routes[own], size, NO_ROUTE),
     )

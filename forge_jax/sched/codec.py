@@ -23,7 +23,8 @@ from forge_jax.config import UserError
 from forge_jax.types import Episode, Finish, Outcome, Status, Task, Turn
 
 MAGIC = b"FJEP"
-VERSION = 1
+VERSION = 2
+READABLE = (1, VERSION)  # 1: before turns had routes
 _PREFIX = struct.Struct("<4sHQQ16s")  # magic, version, header bytes, body bytes, digest
 _ALIGN = 8
 
@@ -67,8 +68,8 @@ def decode(data: bytes, key: str) -> tuple[Episode, ...]:
         raise CorruptObject(key, f"{len(content)} bytes follow the prefix, not {header + body}")
     if digest != _digest(fields, content):
         raise CorruptObject(key, "its digest differs")
-    if version != VERSION:
-        raise UserError(f"object {key} has format version {version}; this code reads {VERSION}")
+    if version not in READABLE:
+        raise UserError(f"object {key} has format version {version}; this code reads {READABLE}")
     return tuple(
         _episode(record, content[header:]) for record in json.loads(bytes(content[:header]))
     )

@@ -27,5 +27,8 @@ def edges_rung(edges: int, tokens: int, growth: float = 2.0) -> int:
 
 
 def fill(x: np.ndarray, size: int, value: int = 0) -> np.ndarray:
-    """`x` [N] padded to `size` with `value`, in its own dtype. Raises ValueError if size < N."""
-    return np.append(x, np.full(size - len(x), value, x.dtype))
+    """`x` [N, ...] padded to `size` with `value`, in its own dtype.
+
+    Raises ValueError if size < N.
+    """
+    return np.concatenate([x, np.full((size - len(x), *x.shape[1:]), value, x.dtype)])

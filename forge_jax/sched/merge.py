@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from forge_jax.sched.routes import digests, stacked
 from forge_jax.types import PackedTree, Sample
 
 MODES = ("tree", "chain", "none")
@@ -29,12 +30,14 @@ class _Flat:
     position: np.ndarray  # i64[L], place within its sample
     start: np.ndarray  # i64[S], first token of each sample
     length: np.ndarray  # i64[S]
+    routes: np.ndarray | None  # int[L, layers, k]
 
 
 def merge(samples: Sequence[Sample], mode: str = "tree") -> PackedTree:
     """The forest of `samples`, unpadded, the heaviest child first at every branch.
 
-    Two tokens agree if their ids and their `inputs` do.
+    Two tokens agree if their ids, their `inputs` and their `routes` do. A sample without
+    routes beside some that have them leaves every choice to the router.
 
     - "tree": the full prefix tree; two samples share a token if it and its whole context
       agree. The heaviest child has the most unique tokens in its subtree, ties going to
@@ -74,22 +77,27 @@ def _flatten(samples: Sequence[Sample]) -> _Flat:
     start = np.cumsum(length) - length
     sample = np.repeat(np.arange(len(length)), length)
     tokens = np.concatenate([sample.tokens for sample in samples]).astype(np.int32)
+    routes = stacked(samples)
     return _Flat(
         tokens=tokens,
-        key=_keys(tokens, samples),
+        key=_keys(tokens, samples, routes),
         sample=sample,
         position=np.arange(len(sample)) - start[sample],
         start=start,
         length=length,
+        routes=routes,
     )
 
 
-def _keys(tokens: np.ndarray, samples: Sequence[Sample]) -> np.ndarray:
+def _keys(tokens: np.ndarray, samples: Sequence[Sample], routes: np.ndarray | None) -> np.ndarray:
     """One integer for each pair of a token and its other inputs."""
-    if all(sample.inputs is None for sample in samples):
+    if routes is None and all(sample.inputs is None for sample in samples):
         return tokens
     inputs = [np.zeros(len(s.tokens), np.int64) if s.inputs is None else s.inputs for s in samples]
-    _, kind = np.unique(np.concatenate(inputs), return_inverse=True)
+    other = np.concatenate(inputs)
+    if routes is not None:
+        other = digests(np.stack([other, digests(routes)], axis=1))
+    _, kind = np.unique(other, return_inverse=True)
     return kind * (np.int64(tokens.max()) + 1) + tokens
 
 
@@ -202,6 +210,8 @@ def _packed(
     parent = _parents(flat, node)
     tokens, depth = np.empty(len(parent), np.int32), np.empty(len(parent), np.int32)
     tokens[node], depth[node] = flat.tokens, flat.position
+    place = np.empty(len(parent), np.int64)
+    place[node] = np.arange(len(node))  # one in the samples of each token
     return PackedTree(
         tokens=tokens,
         depth=depth,
@@ -215,6 +225,8 @@ def _packed(
         advantage=np.concatenate([s.advantage for s in samples])[trained].astype(np.float32),
         weight=np.ones(len(trained), np.float32),
         occurrence_index=trained.astype(np.int64),
+        multiplicity=np.bincount(node).astype(np.float32),
+        routes=None if flat.routes is None else flat.routes[place],
         n_tokens=len(tokens),
         n_edges=len(edges),
         n_occurrences=len(trained),

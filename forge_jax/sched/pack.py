@@ -16,7 +16,7 @@ from forge_jax.sched.cost import BY_TOKENS, CostModel
 from forge_jax.sched.ladder import OCCURRENCES_GROWTH, bucket, edges_rung, fill, round_up
 from forge_jax.sched.merge import merge
 from forge_jax.sched.split import forest_of, split
-from forge_jax.types import MicroBatch, PackedTree, Sample
+from forge_jax.types import NO_ROUTE, MicroBatch, PackedTree, Sample
 
 ONE_DEVICE = MeshConfig()
 SMALLEST_TILES = 4  # tiles of the smallest micro-batch
@@ -141,6 +141,8 @@ def pad(tree: PackedTree, n: int, e: int, m: int) -> PackedTree:
         advantage=fill(tree.advantage, m),
         weight=fill(tree.weight, m),
         occurrence_index=fill(tree.occurrence_index, m, -1),
+        multiplicity=fill(tree.multiplicity, n),
+        routes=None if tree.routes is None else fill(tree.routes, n, NO_ROUTE),
         n_tokens=tree.n_tokens,
         n_edges=tree.n_edges,
         n_occurrences=tree.n_occurrences,

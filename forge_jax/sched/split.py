@@ -127,12 +127,25 @@ def divide(forest: PackedTree, start: np.ndarray, part: np.ndarray) -> list[Pack
     tokens, edges, occurrences = (
         grouped(of, parts) for of in (part_of_token, part_of_edge, part_of_occurrence)
     )
+    owned = list(tokens)
     root = np.maximum.accumulate(np.where(forest.depth[start] == 0, start, 0))
     for piece in np.flatnonzero(forest.depth[start] > 0).tolist():
         at = int(part[piece])
         above = ancestors(forest, int(root[piece]), int(start[piece]))
         tokens[at] = np.union1d(tokens[at], above)
-    return [_take(forest, *chosen) for chosen in zip(tokens, edges, occurrences, strict=True)]
+    ends = _ending(forest)
+    return [
+        _take(forest, *chosen, ends)
+        for chosen in zip(tokens, owned, edges, occurrences, strict=True)
+    ]
+
+
+def _ending(forest: PackedTree) -> np.ndarray:
+    """Samples that end at each token."""
+    index, ends = np.arange(forest.n_tokens), forest.multiplicity[: forest.n_tokens].copy()
+    below = forest.parent[: forest.n_tokens] != index
+    np.subtract.at(ends, forest.parent[: forest.n_tokens][below], ends[below].copy())
+    return ends
 
 
 def grouped(part: np.ndarray, parts: int) -> list[np.ndarray]:
@@ -142,19 +155,28 @@ def grouped(part: np.ndarray, parts: int) -> list[np.ndarray]:
 
 
 def _take(
-    forest: PackedTree, tokens: np.ndarray, edges: np.ndarray, occurrences: np.ndarray
+    forest: PackedTree,
+    tokens: np.ndarray,
+    owned: np.ndarray,
+    edges: np.ndarray,
+    occurrences: np.ndarray,
+    ends: np.ndarray,
 ) -> PackedTree:
     """Some tokens of `forest` with all their ancestors, renumbered; the arguments are
-    ascending places."""
+    ascending places, and the samples that end at each token. Those that end at tokens not
+    `owned` are counted elsewhere."""
 
     def place(among: np.ndarray, of: np.ndarray) -> np.ndarray:
         return np.searchsorted(among, of).astype(np.int32)
 
+    exit_ = place(tokens, forest.exit[tokens])
+    ended = np.zeros(len(tokens) + 1)  # samples that ended before each token
+    ended[1:] = np.cumsum(np.where(np.isin(tokens, owned, True), ends[tokens], 0))
     return PackedTree(
         tokens=forest.tokens[tokens],
         depth=forest.depth[tokens],
         parent=place(tokens, forest.parent[tokens]),
-        exit=place(tokens, forest.exit[tokens]),
+        exit=exit_,
         edge_token=place(tokens, forest.edge_token[edges]),
         edge_temperature=forest.edge_temperature[edges],
         occurrence_edge=place(edges, forest.occurrence_edge[occurrences]),
@@ -163,6 +185,8 @@ def _take(
         advantage=forest.advantage[occurrences],
         weight=forest.weight[occurrences],
         occurrence_index=forest.occurrence_index[occurrences],
+        multiplicity=(ended[exit_] - ended[:-1]).astype(np.float32),
+        routes=None if forest.routes is None else forest.routes[tokens],
         n_tokens=len(tokens),
         n_edges=len(edges),
         n_occurrences=len(occurrences),

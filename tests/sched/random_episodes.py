@@ -22,7 +22,13 @@ def random_turn(rng: np.random.Generator, largest: int = 12) -> Turn:
         start=rng.random(),
         seconds=float(rng.random() * 1e-9),
         queue_seconds=0.1 + 0.2,
+        routes=None if rng.random() < 0.5 else random_routes(rng, prompt + output),
     )
+
+
+def random_routes(rng: np.random.Generator, length: int) -> np.ndarray:
+    dtype = rng.choice([np.int8, np.int16])
+    return rng.integers(-1, 100, (length, 3, 2)).astype(dtype)
 
 
 def random_group(item: int, largest: int = 12) -> tuple[Episode, ...]:

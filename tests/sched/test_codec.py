@@ -96,8 +96,24 @@ def test_random_damage_is_seen(seed: int) -> None:
 
 
 def test_another_format_version_is_not_called_damage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "VERSION", 2)
+    monkeypatch.setattr(codec, "VERSION", 9)
     newer = small()
     monkeypatch.undo()
-    with pytest.raises(UserError, match=f"{KEY} has format version 2"):
+    with pytest.raises(UserError, match=f"{KEY} has format version 9"):
         decode(newer, KEY)
+
+
+def test_turns_written_before_there_were_routes_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    [episode] = with_prompt(np.arange(3))
+    turns = tuple(dataclasses.replace(turn, routes=None) for turn in episode.turns)
+    episode = dataclasses.replace(episode, turns=turns)
+
+    all_fields = dataclasses.fields
+    monkeypatch.setattr(codec, "VERSION", 1)
+    monkeypatch.setattr(
+        dataclasses, "fields", lambda x: [f for f in all_fields(x) if f.name != "routes"]
+    )
+    older = encode([episode])
+    monkeypatch.undo()
+    assert b"routes" not in older
+    assert same(decode(older, KEY), (episode,))
