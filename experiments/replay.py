@@ -33,7 +33,7 @@ from forge_jax.models.config import ModelConfig
 from forge_jax.models.hf import export_folder, flat_names
 from forge_jax.models.layout import layout
 from forge_jax.models.load import LoadedModel
-from forge_jax.models.transformer import REMAT
+from forge_jax.models.remat import REMAT
 from forge_jax.rl.forward import tiled
 from forge_jax.rl.parallel import gather, update
 from forge_jax.rl.state import TrainState, create

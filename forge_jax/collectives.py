@@ -38,13 +38,14 @@ def leave(x: Array, axes: Axes) -> Array:
     return _leave(x, axes) if axes else x
 
 
-def whole(x: Array, axes: Axes, dim: int = 0) -> Array:
+def whole(x: Array, axes: Axes, dim: int = 0, *, wide: bool = False) -> Array:
     """All ranks' parts of dimension `dim`, in order of the ranks, which use it each for itself.
 
     Gradients are summed over the ranks in at least float32, and in the dtype of `x` each rank
-    gets that of its part.
+    gets that of its part. With `wide` the result, though not what travels, is in at least
+    float32 itself, so that gradients are not rounded before they are summed.
     """
-    return _whole(x, axes, dim) if axes else x
+    return _whole(x, axes, dim, wide) if axes else x
 
 
 def weights(x: Array, axes: Axes, dim: int, dtype: Any) -> Array:
@@ -100,18 +101,19 @@ def _leave_backward(axes, _, g):
 _leave.defvjp(_leave_forward, _leave_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _whole(x, axes, dim):
-    return jax.lax.all_gather(x, axes, axis=dim, tiled=True)
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _whole(x, axes, dim, wide):
+    y = jax.lax.all_gather(x, axes, axis=dim, tiled=True)
+    return _wide(y) if wide else y
 
 
-def _whole_forward(x, axes, dim):
-    return _whole(x, axes, dim), None
+def _whole_forward(x, axes, dim, wide):
+    return _whole(x, axes, dim, wide), jnp.zeros((0,), x.dtype)
 
 
-def _whole_backward(axes, dim, _, g):
+def _whole_backward(axes, dim, wide, like, g):
     summed = jax.lax.psum_scatter(_wide(g), axes, scatter_dimension=dim, tiled=True)
-    return (summed.astype(g.dtype),)
+    return (summed.astype(like.dtype),)
 
 
 _whole.defvjp(_whole_forward, _whole_backward)

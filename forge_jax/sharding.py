@@ -47,7 +47,7 @@ def make_mesh(
     tensor: int = 1,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """A mesh over the first of `devices`, by default all there are.
+    """A mesh of Explicit axes over the first of `devices`, by default all there are.
 
     Where devices know the slice they are of, a place of the axis "slice" is one slice, so that
     every other axis stays inside one. Raises UserError if there are fewer devices or slices.
@@ -58,7 +58,7 @@ def make_mesh(
     asked = " ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
     if need > len(there):
         raise UserError(f"mesh {asked} needs {need} devices, found {len(there)}")
-    explicit = (jax.sharding.AxisType.Auto,) * len(AXES)
+    explicit = (jax.sharding.AxisType.Explicit,) * len(AXES)
     shape = tuple(sizes.values())
     slices = {getattr(device, "slice_index", 0) for device in there}
     if slice == 1 or len(slices) == 1:
@@ -125,6 +125,14 @@ def shardings(layout: Any, mesh: Mesh) -> Any:
 def replicated(beside: Sharding) -> Sharding:
     """Whole on every device of the mesh that `beside` is of, or where it is without one."""
     return NamedSharding(beside.mesh, jax.P()) if isinstance(beside, NamedSharding) else beside
+
+
+def automatic(where: Sharding) -> Sharding:
+    """The same placement, on a mesh over whose axes the compiler cuts what is computed."""
+    if not isinstance(where, NamedSharding) or not isinstance(where.mesh, Mesh):
+        return where
+    axes = (jax.sharding.AxisType.Auto,) * where.mesh.devices.ndim
+    return NamedSharding(Mesh(where.mesh.devices, where.mesh.axis_names, axes), where.spec)
 
 
 def put(tree: Any, where: Any) -> Any:

@@ -21,6 +21,7 @@ from forge_jax.models.config import ModelConfig
 from forge_jax.models.layers import accumulator, linear, rms_norm, rotation
 from forge_jax.models.layout import draw, modules_layout
 from forge_jax.models.load import LoadedModel
+from forge_jax.models.remat import remembering
 from forge_jax.models.transformer import AS_STORED, Attend, Ready, block, embedded
 
 GROWN = 0x6D74  # folded into the seed of fresh modules, apart from that of the model
@@ -60,8 +61,7 @@ def states(
         g, _ = block(g, weights["block"], None, turned, attend, cfg, ready.cut)
         return g, rms_norm(g, weights["norm"], cfg.norm_eps)
 
-    if remat == "block":
-        module = jax.checkpoint(module, prevent_cse=False)
+    module = remembering(module, remat, ready.lent, scanned=True)
     over = (params["mtp"], jnp.arange(1, cfg.mtp + 1))
     return jax.lax.scan(module, jax.lax.stop_gradient(h), over)[1]
 

@@ -22,10 +22,10 @@ from forge_jax.collectives import UNCUT, Cut, enter, leave
 from forge_jax.models import moe
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.layers import accumulator, linear, rms_norm, rotate, rotation
+from forge_jax.models.remat import named, remembering
 
 # (q[..., T, H, D], k[..., T, K, D], v[..., T, K, D], layer cache) -> (o[..., T, H, D], layer cache)
 Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
-REMAT = ("none", "block")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,7 @@ class Ready:
     layer: Callable[[Any], Any] = lambda weights: weights  # those of one layer
     top: Callable[[str, Array], Array] = lambda name, weight: weight  # one outside the layers
     module: Callable[[Any], Any] = lambda weights: weights  # those of one of `models.mtp`
+    lent: bool = False  # no layer's weights are kept from its forward to its backward pass
 
 
 AS_STORED = Ready()
@@ -58,24 +59,20 @@ def hidden(
     are experts, how tokens were routed, with a leading layer axis.
 
     `cache` has a leading layer axis where layers are stacked and is a tuple where they
-    are; each layer's part goes through `attend`. `remat="block"` keeps only the residual
-    stream between layers for the backward pass. `routes` are experts to use, -1 where the
+    are; each layer's part goes through `attend`. `remat` names what layers keep for the backward
+    pass, see `forge_jax.models.remat`. `routes` are experts to use, -1 where the
     router is to choose; `multiplicity` is how often each token counts in the sums of the routing.
-    Raises ValueError on another `remat`.
+    Raises ValueError on an unknown `remat`.
     """
-    if remat not in REMAT:
-        raise ValueError(f"{remat=} must be one of {REMAT}")
     h = embedded(params, tokens, cfg, ready)
     turned = rotation(positions, cfg, accumulator(h))
     stacked = isinstance(params["layers"], dict)
 
     def layer(h: Array, weights: Any, cache: Any, routes: Any) -> tuple[Array, tuple[Any, Any]]:
-        weights = ready.layer(weights)
+        h, weights = named(h, "stream"), ready.layer(weights)
         return block(h, weights, cache, turned, attend, cfg, ready.cut, routes, multiplicity)
 
-    if remat == "block":
-        # Inside a scan nothing can merge the recomputation with the forward pass anyway.
-        layer = jax.checkpoint(layer, prevent_cse=not stacked)
+    layer = remembering(layer, remat, ready.lent, stacked)
     if stacked:
         over = (params["layers"], cache, routes)
         h, (cache, routing) = jax.lax.scan(lambda h, x: layer(h, *x), h, over)
@@ -149,6 +146,7 @@ def block(
         x = enter(rms_norm(h, layer["input_norm"], cfg.norm_eps), cut.tensor)
         q, k, v = (linear(x, layer[name]) for name in ("q", "k", "v"))
         q, k = (rotate(_qk_norm(y, layer, n, cfg, cut), turned) for y, n in ((q, "q"), (k, "k")))
+        q, k, v = (named(x, "attention") for x in (q, k, v))
         o, cache = attend(q, k, v, cache)
         h = h + leave(linear(o, layer["o"], inputs=2), cut.tensor)
     with jax.named_scope("feed_forward"):

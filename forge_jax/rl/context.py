@@ -1,17 +1,13 @@
-"""Context parallelism: which rank computes which tokens, and how it comes by all keys.
+"""Context parallelism: which rank computes which tokens.
 
 A micro-batch goes in; the places of each rank's tokens, edges and occurrences come out. Every
 token is on exactly one rank, its edges and occurrences with it, and a rank's tokens ascend in
 the depth-first order, so that the queries that see a key stay together.
 """
 
-from functools import partial
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
 
 from forge_jax.types import PackedTree
 
@@ -67,29 +63,3 @@ def deal(load: np.ndarray, ranks: int) -> np.ndarray:
         total[rank] += share[chunk]
         free[rank] -= 1
     return np.argsort(rank_of, kind="stable").reshape(ranks, -1)
-
-
-def whole(x: Float[Array, "L K D"], axis: str) -> Float[Array, "S K D"]:
-    """All ranks' keys or values, in order of the ranks, inside a `shard_map` over `axis`.
-
-    The result is at least float32, so that the gradients of all ranks are summed before they
-    are rounded to the dtype of `x`; what travels forward has that of `x`.
-    """
-    return _whole(x, axis)
-
-
-@partial(jax.custom_vjp, nondiff_argnames=("axis",))
-def _whole(x, axis):
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    return jax.lax.all_gather(x, axis, tiled=True).astype(wide)
-
-
-def _forward(x, axis):
-    return _whole(x, axis), jnp.zeros((0,), x.dtype)
-
-
-def _backward(axis, like, cotangent):
-    return (jax.lax.psum_scatter(cotangent, axis, tiled=True).astype(like.dtype),)
-
-
-_whole.defvjp(_forward, _backward)

@@ -5,25 +5,25 @@ the micro-batch's share of the loss.
 """
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from forge_jax.attention.plan import TilePlan, tree_plan
-from forge_jax.attention.tree import default_tile, layout_of
+from forge_jax.attention.tree import default_tile, layout_of, tree_attention
+from forge_jax.collectives import Axes, whole
 from forge_jax.config import MtpConfig, OptimConfig, PackConfig
 from forge_jax.models import mtp as modules
 from forge_jax.models import transformer
 from forge_jax.models.config import ModelConfig
+from forge_jax.models.remat import named
 from forge_jax.models.transformer import Attend, Ready
-from forge_jax.rl import mtp
-from forge_jax.rl.context import whole
-from forge_jax.rl.heads import cut_attention
-from forge_jax.rl.logprob import cut_edge_logprob, edge_logprob
+from forge_jax.rl import mtp, ranks
+from forge_jax.rl.logprob import cut_edge_logprob
 from forge_jax.rl.losses import Loss, Metrics, cispo, measure
 from forge_jax.sched.ladder import bucket
 from forge_jax.trees import Mean, pytree
@@ -42,7 +42,7 @@ class StepConfig:
     ratio_cap: float = 5.0
     tile: int = 64  # side of an attention tile
     attention: str = "auto"  # implementation, see `tree_attention`
-    remat: str = "none"  # see `transformer.hidden`
+    remat: str = "none"  # what layers keep for the backward pass, see `forge_jax.models.remat`
     dtype: str = "float32"  # of the layers; head, softmax and loss are at least float32
     mtp: MtpConfig = field(default_factory=MtpConfig)
 
@@ -117,7 +117,7 @@ def occurrences(
     params: Any,
     batch: Batch,
     cfg: StepConfig,
-    axes: frozenset[str] = frozenset(),
+    mesh: Mesh | None = None,
     context: Any = None,
 ) -> Found:
     """One forward pass over a micro-batch.
@@ -125,22 +125,22 @@ def occurrences(
     The gather from edges to occurrences is where targets stay apart; its transpose sums
     the gradients of all samples that share an edge.
 
-    `axes` are of the enclosing `shard_map`, see `gradients`. `context` is keys and values
-    [layers, S, K, D] each, at least float32, of tokens that the plan has before the own ones.
+    `mesh` is that of the enclosing map over all its ranks, see `differentiate`. `context` is
+    keys and values [layers, S, K, D] each, at least float32, of tokens that the plan has before
+    the own ones.
     """
     scale = cfg.model.head_dim**-0.5
+    ready = ranks.ready(cfg.model, cfg.dtype, mesh)
+    shared = ranks.over(mesh, "context")
 
     def attend(q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
-        if "context" in axes:
-            k, v = whole(k, "context"), whole(v, "context")
+        k, v = (named(whole(x, shared, wide=True), "keys") for x in (k, v))
         if cache is not None:
             (keys, values), cache = cache, (k.astype(cache[0].dtype), v.astype(cache[1].dtype))
             k, v = jnp.concatenate([keys, cache[0]]), jnp.concatenate([values, cache[1]])
-        o = cut_attention(q, k, v, batch.plan, scale=scale, implementation=cfg.attention, axes=axes)
+        o, _ = tree_attention(q, k, v, batch.plan, scale=scale, implementation=cfg.attention)
         return o, cache
 
-    cast = partial(jax.tree.map, lambda weight: weight.astype(cfg.dtype))
-    ready = Ready(layer=cast, top=lambda name, weight: weight.astype(cfg.dtype), module=cast)
     tokens, depth = jnp.asarray(batch.tokens), jnp.asarray(batch.depth)
     routes = None if batch.routes is None else jnp.moveaxis(jnp.asarray(batch.routes), 1, 0)
     h, own, routing = transformer.hidden(
@@ -155,13 +155,14 @@ def occurrences(
         routes=routes,
         multiplicity=jnp.asarray(batch.multiplicity),
     )
-    head = partial(cut_edge_logprob, axis="tensor") if "tensor" in axes else edge_logprob
-    logp, entropy = head(
+    logp, entropy = cut_edge_logprob(
         h,
-        transformer.unembedding(params, cfg.model),
+        transformer.unembedding(params, cfg.model, ready),
         jnp.asarray(batch.source),
         jnp.asarray(batch.label),
         jnp.asarray(batch.temperature),
+        axes=ready.cut.tensor,
+        vocab=cfg.model.vocab,
     )
     edge = batch.occurrence_edge
     return Found(
@@ -170,7 +171,7 @@ def occurrences(
         h=h,
         own=own,
         routing=routing,
-        guess=_guess(params, h, batch, attend, cfg, ready, axes) if cfg.mtp.weight else None,
+        guess=_guess(params, h, batch, attend, cfg, ready, shared) if cfg.mtp.weight else None,
     )
 
 
@@ -181,12 +182,13 @@ def _guess(
     attend: Attend,
     cfg: StepConfig,
     ready: Ready,
-    axes: frozenset[str],
+    shared: Axes,
 ) -> mtp.Guess:
-    """What the modules make of the edges; no gradient leaves them."""
+    """What the modules make of the edges; no gradient leaves them. The tokens of a micro-batch
+    are cut over the axes `shared`."""
 
     def above(state: Array) -> Array:
-        return (whole(state, "context") if "context" in axes else state)[batch.parent]
+        return whole(state, shared)[batch.parent]
 
     states = modules.states(
         params,
@@ -199,9 +201,10 @@ def _guess(
         remat=cfg.remat,
         ready=ready,
     )
-    w = transformer.unembedding(params, cfg.model)
+    w = transformer.unembedding(params, cfg.model, ready)
     edges = jnp.asarray(batch.source), jnp.asarray(batch.temperature)
-    return mtp.guesses(h, states, w, *edges, cfg.mtp)
+    cut = ready.cut.tensor if w.shape[1] < cfg.model.vocab else ()
+    return mtp.guesses(h, states, w, *edges, cfg.mtp, axes=cut)
 
 
 def share_of_loss(

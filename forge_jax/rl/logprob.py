@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from forge_jax.collectives import Axes, enter
+
 CHUNK_LOGITS = 1 << 21  # logits of one chunk: 8 MiB of float32, which a last-level cache holds
 SMALLEST_CHUNK = 64  # edges; fewer would read the unembedding too often
 
@@ -43,7 +45,7 @@ def edge_logprob(
     from the vocabulary. Exact gradients reach `h` and `w`; `temperature` (> 0) is data and
     gets none. An edge whose cotangents are 0 adds nothing to any gradient.
 
-    With `axis`, a mesh axis of the enclosing `shard_map` (with its check of varying axes), `w`
+    With `axis`, a mesh axis of the enclosing `shard_map` and all else the same on its ranks, `w`
     is this rank's columns of the vocabulary, in order of the ranks. Only the first `vocab` of
     all columns are words, so that one that the ranks do not divide can be padded; by default
     every column is. The results are the same on every rank, the gradient of `h` is summed
@@ -72,24 +74,25 @@ def cut_edge_logprob(
     label: Int[Array, " M"],
     temperature: Float[Array, " M"],
     *,
-    axis: str,
+    axes: Axes,
+    vocab: int,
 ) -> tuple[Float[Array, " M"], Float[Array, " M"]]:
-    """`edge_logprob` with the vocabulary cut over `axis`, which is not mapped over so far.
+    """`edge_logprob` of `vocab` words cut over `axes`, at most one, of the enclosing `shard_map`.
 
-    For use inside a `shard_map` over other axes; `w` is whole, in name: each rank of `axis`
-    takes its columns. A vocabulary that they do not divide is padded.
+    `w` has this rank's columns, or those of all words where the ranks do not divide these: each
+    then takes its share, the last one padded.
     """
-    vocab, ranks = w.shape[1], jax.sharding.get_abstract_mesh().shape[axis]
-    missing = -vocab % ranks
-    head = partial(edge_logprob, axis=axis, vocab=vocab if missing else None)
-    every = jax.P()
-    cut = jax.shard_map(
-        head,
-        in_specs=(every, jax.P(None, axis), every, every, every),
-        out_specs=every,
-        axis_names={axis},
-    )
-    return cut(h, jnp.pad(w, ((0, 0), (0, missing))), source, label, temperature)
+    if not axes:
+        return edge_logprob(h, w, source, label, temperature)
+    [axis] = axes
+    head = partial(edge_logprob, axis=axis)
+    if w.shape[1] == vocab:
+        ranks = jax.lax.axis_size(axis)
+        share = -(-vocab // ranks)
+        padded = jnp.pad(enter(w, axes), ((0, 0), (0, share * ranks - vocab)))
+        w = jax.lax.dynamic_slice_in_dim(padded, jax.lax.axis_index(axis) * share, share, 1)
+        head = partial(head, vocab=vocab)
+    return head(h, w, source, label, temperature)
 
 
 @partial(jax.custom_vjp, nondiff_argnames=("axis", "vocab"))

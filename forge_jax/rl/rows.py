@@ -1,6 +1,6 @@
 """Rows of micro-batches: what the ranks of a mesh compute at once.
 
-Padded `PackedTree`s go in; arrays with leading axes [data, context] come out, all ranks' of
+Padded `PackedTree`s go in; arrays with leading axes [places, context] come out, all ranks' of
 equal shapes. Which micro-batches share a row and which rank has which tokens is no part of
 any result.
 """
@@ -25,10 +25,10 @@ EDGES_GROWTH = 1.25  # from rung to rung above a rank's share of the padded edge
 
 
 class Row(NamedTuple):
-    """One micro-batch for each place of the data axis."""
+    """One micro-batch for each place of a mesh."""
 
-    batch: Batch  # every array [data, context, ...]
-    places: np.ndarray  # i64[data * context, M], `PackedTree.occurrence_index` of each rank
+    batch: Batch  # every array [places, context, ...]
+    places: np.ndarray  # i64[places * context, M], `PackedTree.occurrence_index` of each rank
 
 
 def rows(trees: Sequence[PackedTree], places: int, cfg: StepConfig) -> list[list[PackedTree]]:

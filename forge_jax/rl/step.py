@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from forge_jax.attention.plan import executed_pairs
@@ -61,13 +62,12 @@ class Gathered:
     seconds: float
 
 
-@partial(jax.jit, static_argnames=("cfg", "axes"))
-def gradients(
+def differentiate(
     params: Any,
     batch: Batch,
     denominator: Float[Array, ""],
     cfg: StepConfig,
-    axes: frozenset[str] = frozenset(),
+    mesh: Mesh | None = None,
 ) -> tuple[Any, Metrics, Float[Array, " M"], Float[Array, " M"]]:
     """Gradient of a micro-batch's share of the loss, its metrics, and per occurrence the
     log-prob and the term ``weight * loss``.
@@ -75,13 +75,13 @@ def gradients(
     The share is the sum of the terms over `denominator`; gradients are in the dtype of
     `params`.
 
-    `axes` are of the enclosing `shard_map`, see `forge_jax.rl.parallel`: with "context" among
-    them `batch` is this rank's part of a micro-batch, whose keys are on all ranks; "tensor" is
-    not yet mapped over, and the head's vocabulary is to be cut over it.
+    `mesh` is that of the enclosing map over all its ranks, see `forge_jax.rl.parallel`: `batch`
+    is then this rank's part of a micro-batch, `params` its part of the parameters, and
+    gradients are summed over the ranks among which these parts are lent, and over no others.
     """
 
     def objective(params: Any) -> tuple[jax.Array, tuple[Metrics, jax.Array, jax.Array]]:
-        found = occurrences(params, batch, cfg, axes)
+        found = occurrences(params, batch, cfg, mesh)
         share, (metrics, logp, terms) = share_of_loss(
             found.logp, found.entropy, batch, denominator, cfg
         )
@@ -92,6 +92,9 @@ def gradients(
 
     grads, beside = jax.grad(objective, has_aux=True)(params)
     return grads, *beside
+
+
+gradients = jax.jit(differentiate, static_argnames=("cfg", "mesh"))
 
 
 def logprobs(
@@ -167,10 +170,7 @@ def apply(state: TrainState, grads: Any, cfg: OptimConfig) -> tuple[TrainState, 
 
     `state` is consumed; the next one lies on the devices as it did.
     """
-    where = jax.tree.map(lambda x: x.sharding, state)
-    after, norm = _apply(state, grads, cfg)
-    # Left to itself the compiler may cut the next state otherwise, and programs compile anew.
-    return jax.device_put(after, where), norm
+    return _apply(state, grads, cfg)
 
 
 @partial(jax.jit, static_argnames=("cfg",), donate_argnames=("state",))

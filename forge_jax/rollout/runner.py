@@ -17,7 +17,7 @@ from forge_jax.rollout import programs
 from forge_jax.rollout.cache import cache_sharding, empty_cache
 from forge_jax.rollout.packets import Sampled, buckets, pack_prefill
 from forge_jax.rollout.scheduler import Plan, Results
-from forge_jax.sharding import replicated
+from forge_jax.sharding import automatic, replicated
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,7 +47,7 @@ class Runner:
     def start(self, params: Any) -> None:
         """Publishes the first weights and allocates cache and slots beside them."""
         self._layout = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=automatic(x.sharding)), params
         )
         self._weights = self._copy(params)
         embed, rollout = self._layout["embed"], self._rollout

@@ -13,7 +13,7 @@ from small_model import SMALL, causal, dense, draw_tokens, forward, states, weig
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.layout import init, layout, unstack
 from forge_jax.models.transformer import hidden, logits, unembedding
-from forge_jax.sharding import make_mesh, shardings
+from forge_jax.sharding import automatic, make_mesh, shardings
 from forge_jax.trees import Param, is_param
 
 LENGTH = 8
@@ -180,7 +180,7 @@ def test_half_precision_keeps_norms_and_logits_in_fp32(params: Any) -> None:
 
 def test_sharded_parameters_give_the_same_logits(params: Any) -> None:
     mesh = make_mesh(fsdp=2, tensor=2)
-    placed = jax.device_put(params, shardings(layout(SMALL), mesh))
+    placed = jax.device_put(params, jax.tree.map(automatic, shardings(layout(SMALL), mesh)))
     assert placed["layers"]["q"].sharding.spec == jax.P(None, "fsdp", "tensor", None)
     tokens = draw_tokens(SMALL, LENGTH)
     close(forward(placed, tokens, SMALL), forward(params, tokens, SMALL))

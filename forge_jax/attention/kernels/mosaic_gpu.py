@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from forge_jax.attention.kernels.mosaic_gpu_backward import (
@@ -94,6 +95,7 @@ def _forward(q, k, v, plan, setup, dtypes):
         jnp.any(~sound)[None].astype(jnp.int32),
     )
     o, lse = o[: len(q)], lse[:, : len(q)]
+    o, lse = checkpoint_name(o, "attention"), checkpoint_name(lse, "attention")
     return (o, lse), (q, k, v, o, lse, plan, ids)
 
 

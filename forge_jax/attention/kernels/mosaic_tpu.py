@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from forge_jax.attention.kernels.mosaic_tpu_backward import gradients
@@ -113,6 +114,7 @@ def _forward(q, k, v, plan, rule, interpret):
         interpret=interpret,
     )
     o, lse = from_query(o, q.shape[0]), from_query(lse, q.shape[0])
+    o, lse = checkpoint_name(o, "attention"), checkpoint_name(lse, "attention")
     return (o, lse), (q, k, v, plan, o, lse)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from forge_jax.attention.plan import TilePlan, padded_length
@@ -80,6 +81,7 @@ def _forward(q, k, v, plan, scale, softcap):
     lse = jnp.where(seen, top + jnp.log(safe), -jnp.inf)
     o = _tokens(acc / safe[..., None], tokens, heads, tile).astype(q.dtype)
     lse = _tokens(lse[..., None], tokens, heads, tile)[..., 0].T
+    o, lse = checkpoint_name(o, "attention"), checkpoint_name(lse, "attention")
     return (o, lse), (q, k, v, plan, o, lse)
 
 
