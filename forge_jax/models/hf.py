@@ -26,7 +26,7 @@ from forge_jax.models.hf_chat import write_chat
 from forge_jax.models.hf_config import FAMILIES, config_json, read_config, weight_blocks
 from forge_jax.models.hf_files import Described, Tensors, whole_folder, write_tensors
 from forge_jax.models.hf_mtp import with_modules, write_modules
-from forge_jax.models.stored import Leaf, assemble, check_shapes, in_order, leaves, nested
+from forge_jax.models.stored import Leaf, assembled, check_shapes, leaves, nested
 from forge_jax.models.tokenizer import Tokenizer
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -59,9 +59,7 @@ def import_folder(
     dtypes = _dtypes(source, found, FAMILIES[cfg.family].wide, dtype)
     if cfg.tied and HEAD in source.files:
         _check_tie(source, found[0])
-    places = [None] * len(found) if shardings is None else in_order(found, shardings)
-    each = zip(found, dtypes, places, strict=True)
-    params = nested(found, [assemble(leaf, source, *rest) for leaf, *rest in each])
+    params = nested(found, assembled(found, source, dtypes, shardings))
     return with_modules(folder, cfg, params, dtype)
 
 

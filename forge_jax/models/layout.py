@@ -16,6 +16,7 @@ from jaxtyping import Array
 from forge_jax.models.config import ModelConfig
 from forge_jax.trees import Param, is_param
 
+DRAWN_AT_ONCE = 2**26  # values; of larger models each layer's parameters are drawn by themselves
 Side = tuple[int, str | None]  # size and logical axis of one dimension
 
 
@@ -90,12 +91,21 @@ def _feed_forward(cfg: ModelConfig, weight: Any, scale: Any) -> dict[str, Param]
     return routed
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "dtype"))
-def init(cfg: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> dict[str, Any]:
+def init(
+    cfg: ModelConfig, key: jax.Array, dtype: Any = jnp.float32, where: Any = None
+) -> dict[str, Any]:
     """Fresh parameters: normal weights, unit norm scales.
 
-    Values are drawn in fp32 and cast, so that every dtype starts from the same model.
+    Values are drawn in fp32 and cast, so that every dtype starts from the same model; so does
+    every mesh. `where` has a sharding for every parameter: each device draws its own part.
     """
+    if where is None:
+        return _init(cfg, key, dtype)
+    return jax.jit(_init, static_argnums=(0, 2), out_shardings=where)(cfg, key, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _init(cfg: ModelConfig, key: jax.Array, dtype: Any) -> dict[str, Any]:
     return draw(layout(cfg), key, dtype)
 
 
@@ -103,6 +113,9 @@ def draw(described: Any, key: jax.Array, dtype: Any) -> Any:
     """Fresh values of every `Param` in `described`."""
     leaves, tree = jax.tree.flatten(described, is_leaf=is_param)
     sizes = [math.prod(p.shape) if p.std else 0 for p in leaves]
+    if sum(sizes) > DRAWN_AT_ONCE:
+        alone = [_drawn(p, jax.random.fold_in(key, i), dtype) for i, p in enumerate(leaves)]
+        return jax.tree.unflatten(tree, alone)
     # One draw for all: compiling a generator for each shape takes longer than drawing.
     normal = jax.random.normal(key, (sum(sizes),), jnp.float32)
     ends = list(itertools.accumulate(sizes))
@@ -113,6 +126,19 @@ def draw(described: Any, key: jax.Array, dtype: Any) -> Any:
         return (normal[end - size : end].reshape(p.shape) * jnp.float32(p.std)).astype(dtype)
 
     return jax.tree.unflatten(tree, map(take, leaves, ends, sizes))
+
+
+def _drawn(p: Param, key: jax.Array, dtype: Any) -> Array:
+    """One parameter, a layer at a time: what a draw needs beside its result is a layer's."""
+    if p.std == 0:
+        return jnp.full(p.shape, p.fill, dtype)
+
+    def one(key: jax.Array, shape: tuple[int, ...]) -> Array:
+        return (jax.random.normal(key, shape, jnp.float32) * jnp.float32(p.std)).astype(dtype)
+
+    if p.axes[0] != "layers":
+        return one(key, p.shape)
+    return jax.lax.map(lambda key: one(key, p.shape[1:]), jax.random.split(key, p.shape[0]))
 
 
 def unstack(params: dict[str, Any], cfg: ModelConfig) -> dict[str, Any]:

@@ -8,7 +8,7 @@ whole model is never in host memory beside its arrays.
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -119,24 +119,30 @@ def nested(found: Sequence[Leaf], values: Sequence[Any]) -> dict[str, Any]:
     return tree
 
 
-def in_order(found: Sequence[Leaf], tree: Mapping[str, Any]) -> list[Any]:
-    """The inverse of `nested`."""
-    return [(tree["layers"] if leaf.lead else tree)[leaf.ours] for leaf in found]
-
-
 def check_shapes(source: Source, found: Sequence[Leaf], where: Callable[[str], object]) -> None:
     """Raises UserError naming the tensor of another shape than the config says."""
     for leaf in found:
         for name in map(leaf.name, leaf.places()):
-            shape = source.describe(name).shape
-            if shape != leaf.stored_shape:
+            tensor = source.describe(name)
+            if tensor.shape != leaf.stored_shape:
                 raise UserError(
-                    f"{where(name)}: tensor {name} has shape {shape}, "
+                    f"{where(name)}: tensor {tensor.name} has shape {tensor.shape}, "
                     f"the config says {leaf.stored_shape}"
                 )
 
 
-def assemble(leaf: Leaf, source: Source, dtype: Any, sharding: Sharding | None) -> jax.Array:
+def assembled(
+    found: Sequence[Leaf], source: Source, dtypes: Sequence[Any], shardings: Any
+) -> list[jax.Array]:
+    """Every parameter in its dtype, where `shardings`, a tree of the parameters', puts it; where
+    that is None on the default device."""
+    where = shardings or nested(found, [None] * len(found))
+    places = [(where["layers"] if leaf.lead else where)[leaf.ours] for leaf in found]
+    each = zip(found, dtypes, places, strict=True)
+    return [_assemble(leaf, source, dtype, place) for leaf, dtype, place in each]
+
+
+def _assemble(leaf: Leaf, source: Source, dtype: Any, sharding: Sharding | None) -> jax.Array:
     """One parameter in `dtype`, on the devices of `sharding`; without one, on the default device.
 
     Each distinct shard is read once and leaves host memory before the next is read.

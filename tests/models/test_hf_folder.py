@@ -81,7 +81,7 @@ def test_shards_read_their_own_bytes_once(
     where = shardings(layout(cfg), make_mesh(data=1, fsdp=2, expert=2, tensor=2))
     _, placed = import_folder(tmp_path / "model", shardings=where)
     same(placed, params)
-    jax.tree.map(lambda x, s: assert_on(x, s), placed, where)
+    jax.tree.map(assert_on, placed, where)
     stored = {name: value.nbytes for name, value in flat_names(cfg, params).items()}
     assert sum(size for _, size in reads) == sum(stored.values())
     for name in ("model.embed_tokens.weight", "model.layers.1.self_attn.o_proj.weight"):

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_model import SMALL, weights
+from small_model import SMALL, same, weights
 
+import forge_jax.models.layout
 from experiments.models import preset, presets, resolve
 from forge_jax.config import UserError
 from forge_jax.models.chat import Chat, built_in
@@ -20,6 +21,7 @@ from forge_jax.models.hf import export_folder
 from forge_jax.models.layout import layout
 from forge_jax.models.load import build, load_folder
 from forge_jax.models.tokenizer import ByteTokenizer, JsonTokenizer
+from forge_jax.sharding import make_mesh, shardings
 from forge_jax.trees import is_param
 
 CFG = dataclasses.replace(SMALL, vocab=264)
@@ -69,6 +71,39 @@ def test_a_preset_is_a_function_of_its_seed() -> None:
     np.testing.assert_array_equal(one.params["embed"], again.params["embed"])
     assert not np.allclose(one.params["embed"], other.params["embed"])
     assert (one.name, one.chat.format) == ("quick", built_in("lookup"))
+
+
+@pytest.mark.parametrize(
+    ("at_once", "sizes"),
+    [(2**26, {"expert": 4, "context": 2}), (0, {"fsdp": 4, "tensor": 2})],
+    ids=["small", "large"],
+)
+def test_a_fresh_model_is_the_same_on_every_mesh(
+    monkeypatch: pytest.MonkeyPatch, at_once: int, sizes: dict[str, int]
+) -> None:
+    monkeypatch.setattr(forge_jax.models.layout, "DRAWN_AT_ONCE", at_once)
+    cfg = dataclasses.replace(CFG, tied=True, layers=3 + bool(at_once), embed=40)  # traced anew
+    chat = Chat(tokenizer=ByteTokenizer(), format=built_in("chatml"))
+    alone = build(cfg, chat, 0, "small").params
+    mesh = make_mesh(**sizes)
+    placed = build(cfg, chat, 0, "small", mesh=mesh).params
+    jax.tree.map(assert_on, placed, shardings(layout(cfg), mesh))
+    same(placed, alone)
+    for name, param in layout(cfg)["layers"].items():
+        value = np.asarray(alone["layers"][name])
+        assert value.std() == pytest.approx(param.std, rel=0.05), name
+        assert param.std == 0 or not np.allclose(value[0], value[1]), name
+
+
+def assert_on(x: jax.Array, where: Any) -> None:
+    assert x.sharding.is_equivalent_to(where, x.ndim)
+
+
+def test_a_folder_is_read_onto_a_mesh(folder: Path) -> None:
+    mesh = make_mesh(fsdp=2, tensor=2)
+    model = resolve(str(folder), mesh=mesh)
+    same(model.params, weights(CFG))
+    jax.tree.map(assert_on, model.params, shardings(layout(CFG), mesh))
 
 
 def test_an_unknown_model_lists_the_presets() -> None:
