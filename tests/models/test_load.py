@@ -18,11 +18,11 @@ from experiments.models import preset, presets, resolve
 from forge_jax.config import UserError
 from forge_jax.models.chat import Chat, built_in
 from forge_jax.models.hf import export_folder
-from forge_jax.models.layout import layout
+from forge_jax.models.layout import draw, layout
 from forge_jax.models.load import build, load_folder
 from forge_jax.models.tokenizer import ByteTokenizer, JsonTokenizer
 from forge_jax.sharding import make_mesh, shardings
-from forge_jax.trees import is_param
+from forge_jax.trees import Param, is_param
 
 CFG = dataclasses.replace(SMALL, vocab=264)
 
@@ -73,26 +73,33 @@ def test_a_preset_is_a_function_of_its_seed() -> None:
     assert (one.name, one.chat.format) == ("quick", built_in("lookup"))
 
 
-@pytest.mark.parametrize(
-    ("at_once", "sizes"),
-    [(2**26, {"expert": 4, "context": 2}), (0, {"fsdp": 4, "tensor": 2})],
-    ids=["small", "large"],
-)
-def test_a_fresh_model_is_the_same_on_every_mesh(
-    monkeypatch: pytest.MonkeyPatch, at_once: int, sizes: dict[str, int]
-) -> None:
-    monkeypatch.setattr(forge_jax.models.layout, "DRAWN_AT_ONCE", at_once)
-    cfg = dataclasses.replace(CFG, tied=True, layers=3 + bool(at_once), embed=40)  # traced anew
+def test_a_fresh_model_is_the_same_on_every_mesh() -> None:
+    cfg = dataclasses.replace(CFG, tied=True)
     chat = Chat(tokenizer=ByteTokenizer(), format=built_in("chatml"))
-    alone = build(cfg, chat, 0, "small").params
-    mesh = make_mesh(**sizes)
+    mesh = make_mesh(fsdp=2, context=2, tensor=2)
     placed = build(cfg, chat, 0, "small", mesh=mesh).params
     jax.tree.map(assert_on, placed, shardings(layout(cfg), mesh))
-    same(placed, alone)
-    for name, param in layout(cfg)["layers"].items():
-        value = np.asarray(alone["layers"][name])
-        assert value.std() == pytest.approx(param.std, rel=0.05), name
-        assert param.std == 0 or not np.allclose(value[0], value[1]), name
+    same(placed, build(cfg, chat, 0, "small").params)
+
+
+def test_large_models_are_drawn_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer's parameters by themselves, so that no device draws what is another's."""
+    monkeypatch.setattr(forge_jax.models.layout, "DRAWN_AT_ONCE", 1000)
+    described = {
+        "embed": Param((64, 32), ("vocab", "embed"), 0.5),
+        "up": Param((24, 32, 64), ("layers", "embed", "ffn"), 2.0),
+        "norm": Param((24, 32), ("layers", None), 0.0),
+    }
+    where = shardings(described, make_mesh(fsdp=2, tensor=2))
+    placed = jax.jit(lambda key: draw(described, key, jnp.float32), out_shardings=where)
+    found = placed(jax.random.key(0))
+    same(found, draw(described, jax.random.key(0), jnp.float32))
+    assert np.std(found["embed"]) == pytest.approx(0.5, rel=0.05)
+    assert [np.std(layer) for layer in found["up"]] == pytest.approx([2.0] * 24, rel=0.1)
+    assert not np.allclose(found["up"][0], found["up"][1])
+    assert (found["norm"] == 1).all()
+    beside = placed.lower(jax.random.key(0)).compile().memory_analysis().temp_size_in_bytes
+    assert beside < found["up"].addressable_shards[0].data.nbytes / 2  # a layer's, not all layers'
 
 
 def assert_on(x: jax.Array, where: Any) -> None:
