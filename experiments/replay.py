@@ -31,7 +31,6 @@ from forge_jax.attention.tree import resolve as implementation_of
 from forge_jax.config import MeshConfig, OptimConfig, PackConfig, UserError, check, load
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.hf import export_folder, flat_names
-from forge_jax.models.layout import layout
 from forge_jax.models.load import LoadedModel
 from forge_jax.models.remat import REMAT
 from forge_jax.rl.forward import tiled
@@ -50,7 +49,7 @@ from forge_jax.sched.merge import MODES, unique_tokens
 from forge_jax.sched.pack import attention_area, micro_batches
 from forge_jax.sched.split import forest_of
 from forge_jax.sched.workload import read_workload
-from forge_jax.sharding import mesh_from, put, shardings
+from forge_jax.sharding import mesh_from
 from forge_jax.types import MicroBatch, Sample
 
 DTYPES = ("float32", "float64", "bfloat16")
@@ -106,7 +105,6 @@ def replay(cfg: ReplayConfig) -> dict[str, Any]:
     console = Console(stderr=True)
     model, samples = read(cfg, console)
     step_cfg = step_config(cfg, model.cfg)
-    params = put(model.params, shardings(layout(model.cfg), mesh_from(cfg.mesh)))
     with Progress(console=console) as bars:
         bar = bars.add_task("compiling and warming up", total=cfg.steps + 1)
         began = time.perf_counter()
@@ -114,7 +112,7 @@ def replay(cfg: ReplayConfig) -> dict[str, Any]:
         planned = time.perf_counter() - began
         tokens = sum(len(sample.tokens) for sample in samples)
         console.print(f"planned {tokens:,} tokens in {planned:.2f} s")
-        state = create(params, cfg.optim)
+        state = create(model.params, cfg.optim)
         found = gather(state.params, trees, step_cfg)
         warm = time.perf_counter() - began
         write(cfg, model, found, samples)
@@ -165,7 +163,7 @@ def read(cfg: ReplayConfig, console: Console) -> tuple[LoadedModel, list[Sample]
     if cfg.dump is not None and Path(cfg.dump).is_dir():
         raise UserError(f"dump={cfg.dump} is a folder")
     wide = jnp.float64 if cfg.dtype == "float64" else jnp.float32
-    model = resolve(cfg.model, cfg.seed, wide)
+    model = resolve(cfg.model, cfg.seed, wide, mesh_from(cfg.mesh))
     samples = read_workload(cfg.workload, model.cfg.vocab)
     if not any(sample.mask.any() for sample in samples):
         raise UserError(f"workload={cfg.workload} has no trained token")

@@ -20,6 +20,7 @@ from forge_jax.config import TrainConfig, UserError, load
 from forge_jax.rl.forward import tiled
 from forge_jax.rl.report import write_whole
 from forge_jax.rl.run import train
+from forge_jax.sharding import mesh_from
 
 # What a run is: a checkpoint of one does not continue another, and its two evaluations are
 # of the same episodes.
@@ -37,7 +38,7 @@ def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
         raise UserError(f"hydra.run.dir={folder} holds a run already: resume={folder}")
     if cfg.resume is not None and Path(cfg.resume).resolve() != folder.resolve():
         raise UserError(f"resume={cfg.resume} goes on in its own folder, not in {folder}")
-    model = resolve(cfg.model, cfg.seed)
+    model = resolve(cfg.model, cfg.seed, mesh=mesh_from(cfg.mesh))
     write_whole(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(mapping)))
     with complaining(f"to go on: python -m experiments.train resume={folder}"):
         return train(cfg, model, folder, mapping)
