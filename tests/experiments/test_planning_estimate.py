@@ -1,0 +1,94 @@
+"""The closed form of an update beside what is counted of the program itself, traced."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import jax
+import pytest
+
+from experiments.planning import estimate, programs
+from experiments.planning.config import PlanConfig
+from experiments.planning.counting import Known, Work, count
+from experiments.planning.topology import parse
+from forge_jax.config import MeshConfig
+from forge_jax.models.config import ModelConfig
+from forge_jax.sharding import mesh_from
+
+POD = parse("v5e:2x4")
+DENSE = ModelConfig(
+    vocab=4096, embed=512, layers=2, heads=8, kv_heads=4, head_dim=64, ffn=1024, rope_theta=1e4,
+    tied=False, max_context=4096,
+)  # fmt: skip
+EXPERTS = dataclasses.replace(
+    DENSE, family="minimax_m2", qk_norm="layer", ffn=512, experts=16, experts_per_token=4,
+    router="sigmoid", router_bias=True,
+)  # fmt: skip
+
+
+def plan(**keys) -> PlanConfig:
+    given = {"model": "", "topology": "v5e:2x4", "context": 4096, "tile": 128, "remat": "block"}
+    return PlanConfig(**given | keys)
+
+
+def both(model: ModelConfig, sizes: MeshConfig, cfg: PlanConfig) -> tuple[Work, Work]:
+    """Of a row, by the closed form and counted."""
+    mesh = mesh_from(sizes, jax.devices())
+    gradients = programs.train(model, mesh, sizes, cfg, POD)[0]
+    known = Known(mesh=dict(mesh.shape), live=gradients.live, taken=gradients.taken)
+    rough = estimate.rough(model, mesh, sizes, cfg, POD)
+    return rough.programs[0][1], count(gradients.traced.jaxpr, known)
+
+
+def large(sent: Mapping) -> dict:
+    """Without what is less than a hundredth."""
+    least = sum(sent.values()) / 100
+    return {key: size for key, size in sent.items() if size > least}
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "keys"),
+    [
+        (DENSE, MeshConfig(fsdp=4, context=2), {}),
+        (DENSE, MeshConfig(data=2, fsdp=2, tensor=2), {}),
+        (DENSE, MeshConfig(context=2, tensor=4), {"remat": "none"}),
+        (DENSE, MeshConfig(fsdp=8), {"dtype": "float32"}),
+        (EXPERTS, MeshConfig(fsdp=2, expert=4), {}),
+        (EXPERTS, MeshConfig(expert=2, context=2, tensor=2), {}),
+        (EXPERTS, MeshConfig(data=2, fsdp=4), {"remat": "none"}),
+    ],
+)
+def test_work_is_that_of_the_program(model: ModelConfig, mesh: MeshConfig, keys: dict) -> None:
+    """FLOPs to 2 %, and every collective that matters to 5 %."""
+    guessed, counted = both(model, mesh, plan(**keys))
+    assert guessed.flops == pytest.approx(counted.flops, rel=0.02)
+    assert guessed.passes == pytest.approx(counted.passes, rel=0.02)
+    assert large(guessed.sent).keys() == large(counted.sent).keys()
+    for key, size in large(counted.sent).items():
+        assert guessed.sent[key] == pytest.approx(size, rel=0.05), key
+
+
+def test_layers_count_as_often_as_there_are() -> None:
+    """Of 2, 4 and 8 layers: the part of one layer, exactly."""
+    counted = [
+        both(dataclasses.replace(EXPERTS, layers=n), MeshConfig(fsdp=2, expert=4), plan())[1]
+        for n in (2, 4, 8)
+    ]
+    two, four, eight = (work.flops for work in counted)
+    assert eight - four == 2 * (four - two) > 0
+    for key in counted[0].sent:
+        two, four, eight = (work.sent[key] for work in counted)
+        assert eight - four == pytest.approx(2 * (four - two), rel=1e-12), key
+
+
+def test_model_flops_are_six_a_weight_and_token_and_twelve_a_pair() -> None:
+    cfg = plan(tokens_per_step=3 * 4096)
+    flops = estimate.model_flops(DENSE, cfg, POD)
+    layer = 512 * 64 * (8 + 2 * 4 + 8) + 3 * 512 * 1024
+    weights = 2 * layer + 512 * 4096
+    pairs = 4096 * 4097 // 2
+    assert estimate.active(DENSE) == weights
+    assert flops == 3 * (6 * weights * 4096 + 12 * 2 * 8 * 64 * pairs)
+    expert = 512 * 64 * (8 + 2 * 4 + 8) + 512 * 16 + 4 * 3 * 512 * 512
+    assert estimate.active(EXPERTS) == 2 * expert + 512 * 4096
+    assert math.isclose(estimate.active(EXPERTS), 2 * expert + 512 * 4096)
