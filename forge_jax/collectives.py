@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax import Array
 
 Axes = tuple[str, ...]
+# Named scope of what weights and their gradients travel in, for profiles and `experiments.plan`.
+LENDING = "weights"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +124,8 @@ _whole.defvjp(_whole_forward, _whole_backward)
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _weights(x, axes, dim, dtype):
     x = x.astype(dtype)
-    return jax.lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+    with jax.named_scope(LENDING):
+        return jax.lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
 
 
 def _weights_forward(x, axes, dim, dtype):
@@ -131,7 +134,8 @@ def _weights_forward(x, axes, dim, dtype):
 
 def _weights_backward(axes, dim, dtype, like, g):
     if axes:
-        g = jax.lax.psum_scatter(_wide(g), axes, scatter_dimension=dim, tiled=True)
+        with jax.named_scope(LENDING):
+            g = jax.lax.psum_scatter(_wide(g), axes, scatter_dimension=dim, tiled=True)
     return (g.astype(like.dtype),)
 
 

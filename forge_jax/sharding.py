@@ -62,14 +62,20 @@ def make_mesh(
     shape = tuple(sizes.values())
     slices = {getattr(device, "slice_index", 0) for device in there}
     if slice == 1 or len(slices) == 1:
-        return jax.make_mesh(shape, AXES, explicit, devices=there[:need])
+        # Sides of a torus are what they are: an axis may lie along a part of one.
+        arranged = mesh_utils.create_device_mesh(
+            shape, there[:need], allow_split_physical_axes=True
+        )
+        return Mesh(arranged, AXES, explicit)
     if len(slices) != slice or need != len(there):
         raise UserError(
             f"mesh {asked} needs {slice} slices of {need // slice} devices, "
             f"found {len(slices)} of {len(there) // len(slices)}"
         )
     inside, across = (1, *shape[1:]), (slice, *(1,) * (len(shape) - 1))
-    arranged = mesh_utils.create_hybrid_device_mesh(inside, across, there)
+    arranged = mesh_utils.create_hybrid_device_mesh(
+        inside, across, there, allow_split_physical_axes=True
+    )
     return Mesh(arranged, AXES, explicit)
 
 

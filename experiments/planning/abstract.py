@@ -21,7 +21,7 @@ from forge_jax.rl.rows import lay_out
 from forge_jax.rl.state import TrainState, optimizer
 from forge_jax.sharding import shardings
 from forge_jax.trees import is_param
-from forge_jax.types import PackedTree
+from forge_jax.types import PackedTree, route_dtype
 
 Abstract = jax.ShapeDtypeStruct
 TILES = (512, 1024, 2048)
@@ -72,7 +72,7 @@ def state(params: Any, mesh: Mesh, cfg: StepConfig) -> TrainState:
 def batch(context: int, mesh: Mesh, places: int, cfg: StepConfig) -> tuple[Batch, float]:
     """A row of micro-batches of one path of `context` tokens each, laid out as a run would;
     and the share of the listed pairs of tiles that are visited."""
-    laid = lay_out([path(context)], mesh.shape["context"], cfg).batch
+    laid = lay_out([path(context, cfg.model)], mesh.shape["context"], cfg).batch
     lists = laid.plan.lists
     assert isinstance(lists, Tiles)
     live = max(
@@ -94,8 +94,9 @@ def listed(batch: Batch) -> int:
     return max(lists.rows.shape[-1], lists.columns.shape[-1])
 
 
-def path(tokens: int) -> PackedTree:
-    """One path, all of whose tokens but the first are trained."""
+def path(tokens: int, model: ModelConfig) -> PackedTree:
+    """One path, all of whose tokens but the first are trained, as they were routed."""
+    routes = np.zeros((tokens, model.layers, model.experts_per_token), route_dtype(model.experts))
     place = np.arange(tokens, dtype=np.int32)
     edges = tokens - 1
     ones = np.ones(edges, np.float32)
@@ -112,6 +113,8 @@ def path(tokens: int) -> PackedTree:
         advantage=ones,
         weight=ones,
         occurrence_index=place[1:].astype(np.int64),
+        multiplicity=np.ones(tokens, np.float32),
+        routes=routes if model.experts else None,
         n_tokens=tokens,
         n_edges=edges,
         n_occurrences=edges,

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from forge_jax.models.remat import REMAT
-
 from experiments.planning.topology import Topology
 from forge_jax.config import MeshConfig, UserError, check, load
+from forge_jax.models.remat import REMAT
 
 WHAT = ("train", "decode")
 DTYPES = ("bfloat16", "float32")

@@ -20,7 +20,7 @@ from experiments.planning.topology import Topology
 from forge_jax.config import MeshConfig
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.layout import layout
-from forge_jax.rl.logprob import ACCELERATOR_LOGITS
+from forge_jax.rl.logprob import DEVICE_LOGITS
 from forge_jax.rl.rows import EDGES_GROWTH
 from forge_jax.sched.ladder import bucket
 from forge_jax.sharding import LENT, cuts
@@ -242,7 +242,7 @@ def moved(of: Sizes) -> float:
     query_tile = of.tile * m.head_dim * b * of.heads
     attention = tiles * (key_tile * (2 * (1 + of.again) + 3) + 2 * query_tile) * m.layers
     keys = 2 * of.context * of.kv_heads * m.head_dim * m.layers * (4 * b + 6 * WIDE)
-    chunks = max(1.0, t * m.vocab / of.ranks("tensor") / ACCELERATOR_LOGITS)
+    chunks = max(1.0, t * m.vocab / of.ranks("tensor") / DEVICE_LOGITS)
     logits = t * m.vocab / of.ranks("tensor") * WIDE * 8
     return weights + activations + attention + keys + logits + 5 * WIDE * of.top * chunks
 
@@ -263,7 +263,7 @@ def memory(of: Sizes, rounds: int) -> dict[str, float]:
         kept += (
             t * (4 * m.embed + 3 * wide + 4 * hidden * max(1, m.experts_per_token)) * b * m.layers
         )
-    logits = min(t * m.vocab / of.ranks("tensor"), ACCELERATOR_LOGITS) * WIDE * 2
+    logits = min(t * m.vocab / of.ranks("tensor"), DEVICE_LOGITS) * WIDE * 2
     # The unembedding and its gradient: summed up, rounded to the dtype of the layers, widened.
     head = of.top * (2 * b + 2 * WIDE) + t * m.embed * 3 * WIDE + logits
     return {

@@ -23,7 +23,7 @@ from forge_jax.models.config import ModelConfig
 from forge_jax.models.remat import named
 from forge_jax.models.transformer import Attend, Ready
 from forge_jax.rl import mtp, ranks
-from forge_jax.rl.logprob import cut_edge_logprob
+from forge_jax.rl.logprob import CHUNK_LOGITS, DEVICE_LOGITS, cut_edge_logprob
 from forge_jax.rl.losses import Loss, Metrics, cispo, measure
 from forge_jax.sched.ladder import bucket
 from forge_jax.trees import Mean, pytree
@@ -163,6 +163,7 @@ def occurrences(
         jnp.asarray(batch.temperature),
         axes=ready.cut.tensor,
         vocab=cfg.model.vocab,
+        logits=DEVICE_LOGITS if layout_of(cfg.attention, cfg.dtype) == "tiles" else CHUNK_LOGITS,
     )
     edge = batch.occurrence_edge
     return Found(

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from forge_jax.collectives import Axes, enter
 
 CHUNK_LOGITS = 1 << 21  # logits of one chunk: 8 MiB of float32, which a last-level cache holds
+DEVICE_LOGITS = 1 << 26  # ... on a TPU or GPU, which reads and sums the whole head for each chunk
 SMALLEST_CHUNK = 64  # edges; fewer would read the unembedding too often
 
 # Full precision also where a device would rather round float32 factors.
@@ -35,14 +36,15 @@ def edge_logprob(
     temperature: Float[Array, " M"],
     *,
     chunk: int | None = None,
+    logits: int = CHUNK_LOGITS,
     axis: str | None = None,
     vocab: int | None = None,
 ) -> tuple[Float[Array, " M"], Float[Array, " M"]]:
     """Log-prob (nats) of `label` after token `source`, and entropy, of each of M edges.
 
     Both are of ``softmax(h[source] @ w / temperature)``, in float32 (float64 if `h` or `w`
-    is). `chunk` is the number of edges whose logits exist at once; by default it follows
-    from the vocabulary. Exact gradients reach `h` and `w`; `temperature` (> 0) is data and
+    is). `chunk` is the number of edges whose logits exist at once; by default as many as make
+    `logits` of them. Exact gradients reach `h` and `w`; `temperature` (> 0) is data and
     gets none. An edge whose cotangents are 0 adds nothing to any gradient.
 
     With `axis`, a mesh axis of the enclosing `shard_map` and all else the same on its ranks, `w`
@@ -55,7 +57,7 @@ def edge_logprob(
     if source.shape != label.shape or temperature.shape != label.shape:
         raise ValueError(f"source{source.shape}, label{label.shape}, {temperature.shape=}")
     if chunk is None:
-        chunk = max(SMALLEST_CHUNK, CHUNK_LOGITS // w.shape[1])
+        chunk = max(SMALLEST_CHUNK, logits // w.shape[1])
     chunk = max(1, min(chunk, edges))
     missing = -edges % chunk
     edge = (
@@ -76,6 +78,7 @@ def cut_edge_logprob(
     *,
     axes: Axes,
     vocab: int,
+    logits: int = CHUNK_LOGITS,
 ) -> tuple[Float[Array, " M"], Float[Array, " M"]]:
     """`edge_logprob` of `vocab` words cut over `axes`, at most one, of the enclosing `shard_map`.
 
@@ -83,9 +86,9 @@ def cut_edge_logprob(
     then takes its share, the last one padded.
     """
     if not axes:
-        return edge_logprob(h, w, source, label, temperature)
+        return edge_logprob(h, w, source, label, temperature, logits=logits)
     [axis] = axes
-    head = partial(edge_logprob, axis=axis)
+    head = partial(edge_logprob, axis=axis, logits=logits)
     if w.shape[1] == vocab:
         ranks = jax.lax.axis_size(axis)
         share = -(-vocab // ranks)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from forge_jax.collectives import Axes, Cut, weights
+from forge_jax.collectives import LENDING, Axes, Cut, weights
 from forge_jax.config import UserError
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.layout import layout
@@ -96,7 +96,8 @@ def summed(grads: Any, model: ModelConfig, mesh: Mesh) -> Any:
         held = {axis for axes in cuts(param, mesh) for axis in axes}
         return total(g, tuple(axis for axis in over(mesh, *WORK) if axis not in held))
 
-    return jax.tree.map(one, layout(model), grads, is_leaf=is_param)
+    with jax.named_scope(LENDING):
+        return jax.tree.map(one, layout(model), grads, is_leaf=is_param)
 
 
 def total(x: Array, axes: Axes) -> Array:

@@ -82,24 +82,25 @@ def test_decoding_is_planned(tmp_path: Path) -> None:
     """A token costs one reading of weights and caches, and sums over heads and hidden units."""
     sides = {
         "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2, "vocab_size": 8192,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 2048,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128,
+        "max_position_embeddings": 65536,
     }  # fmt: skip
     model = folder_of(tmp_path / "model", **sides)
     mesh = {"data": 2, "tensor": 2}
-    cfg = asked(model=model, what="decode", context=2048, slots=8, mesh=mesh)
+    cfg = asked(model=model, what="decode", context=65536, slots=8, mesh=mesh)
     found = run(cfg, tmp_path / "run")
     assert found.keys() > KEYS
     assert found["fits"] is True
-    layer = 512 * 64 * (8 + 2 * 4 + 8) + 3 * 512 * 2048
+    layer = 512 * 128 * (8 + 2 * 2 + 8) + 3 * 512 * 2048
     read = 2 * (2 * layer + 512 * 8192) / 2  # bytes of bfloat16, over two ranks; no embedding
-    cache = 2 * 2 * 2048 * 64 * (4 / 2) * (8 / 2) * 2
-    assert found["bytes_per_chip"] == pytest.approx(read + cache, rel=0.1)
+    cache = 2 * 2 * 65536 * 128 * (2 / 2) * (8 / 2) * 2
+    assert 1 <= found["bytes_per_chip"] / (read + cache) < 1.5, "little is laid out anew"
     assert found["flops_per_chip"] == pytest.approx(found["model_flops"] / 4, rel=0.1)
     [summed] = [size for name, size in found["collectives"].items() if name == "psum tensor"]
     assert summed > 2 * 2 * (8 / 2) * 512 * 2 / 2, "of attention and feed-forward in every layer"
     assert found["limited_by"] == "HBM bandwidth"
     [guess] = json.loads((tmp_path / "run" / "plan.json").read_text())["estimates"]
-    assert guess["roofline_seconds"] == pytest.approx(found["roofline_seconds"], rel=0.2)
+    assert guess["roofline_seconds"] == pytest.approx(found["roofline_seconds"], rel=0.4)
 
 
 @needs_compiler
