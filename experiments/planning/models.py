@@ -13,9 +13,9 @@ def sizes(name_or_dir: str) -> ModelConfig:
 
     Raises UserError on a name that is neither.
     """
-    if name_or_dir not in presets() and Path(name_or_dir).is_dir():
-        file = Path(name_or_dir) / "config.json"
-        if not file.is_file():
-            raise UserError(f"model={name_or_dir!r} holds no config.json")
-        return read_config(file)
-    return preset(name_or_dir)[0]
+    path = Path(name_or_dir)
+    if name_or_dir in presets() or not name_or_dir or not path.exists():
+        return preset(name_or_dir)[0]
+    if not (path / "config.json").is_file():
+        raise UserError(f"model={name_or_dir!r} is no folder with a config.json")
+    return read_config(path / "config.json")

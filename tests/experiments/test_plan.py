@@ -129,7 +129,8 @@ def test_memory_that_ran_out_is_read_off_the_compiler() -> None:
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"model": "qwen9"}, "model='qwen9' is neither a folder nor one of"),
+        ({"model": "qwen9"}, "model='qwen9' is no folder.* and none of"),
+        ({"model": "configs"}, "model='configs' is no folder with a config.json"),
         ({"topology": "v9:2x2"}, "topology='v9:2x2': chip 'v9'"),
         ({"what": "serve"}, "what='serve' must be one of train, decode"),
         ({"context": 1}, "context=1 must be at least 2"),
