@@ -94,7 +94,7 @@ def export_folder(
         for name in piece.names()
     ]
     modules = jax.tree.map(_host, params["mtp"]) if cfg.mtp else None
-    values = (value.astype(kind) for piece, kind in each for value in piece.tensors())
+    values = (value.astype(kind, copy=False) for piece, kind in each for value in piece.tensors())
     if jax.process_index() > 0:
         collections.deque(values, maxlen=0)  # this process's part of every gathering
     else:

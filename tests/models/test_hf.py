@@ -88,14 +88,16 @@ def test_gradients_have_the_names_of_transformers(tmp_path: Path, cfg: ModelConf
 
 @pytest.mark.parametrize("cfg", [LLAMA, SPARSE], ids=["llama", "qwen3_moe"])
 def test_a_model_in_bfloat16_gives_its_logits(tmp_path: Path, cfg: ModelConfig) -> None:
-    model = oracle(cfg).to(torch.bfloat16)
-    model.save_pretrained(tmp_path)
-    tokens = draw_tokens(cfg, 2, LENGTH)
-    _, narrow = import_folder(tmp_path)
+    oracle(cfg).save_pretrained(tmp_path / "wide")
+    _, params = import_folder(tmp_path / "wide")
+    export_folder(tmp_path / "narrow", cfg, params, dtype=jnp.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "narrow").eval()
+    assert model.dtype == torch.bfloat16
+    _, narrow = import_folder(tmp_path / "narrow")
     assert {x.dtype for x in jax.tree.leaves(narrow)} == {jnp.dtype(jnp.bfloat16)}
-    _, wide = import_folder(tmp_path, jnp.float32)
-    exact = np.asarray(forward(wide, tokens, cfg))
-    ours = np.asarray(forward(narrow, tokens, cfg))
+    _, wide = import_folder(tmp_path / "narrow", jnp.float32)
+    tokens = draw_tokens(cfg, 2, LENGTH)
+    exact, ours = (np.asarray(forward(p, tokens, cfg)) for p in (wide, narrow))
     theirs = oracle_logits(model, tokens)
     # Each is as far from the logits of the same weights in fp32 as the other.
     assert np.abs(ours - exact).mean() < 1.5 * np.abs(theirs - exact).mean()
