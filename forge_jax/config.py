@@ -229,6 +229,23 @@ class MtpConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoeConfig:
+    """How experts are kept busy alike."""
+
+    balance: str = "none"  # none | bias, which the model's routers must have | aux, a loss
+    rate: float = 0.0  # change of a bias by an update; coefficient of the loss
+
+    def __post_init__(self) -> None:
+        known = ("none", "bias", "aux")
+        check(self.balance in known, f"balance={self.balance} must be one of {', '.join(known)}")
+        check(
+            self.rate > 0 if self.balance != "none" else self.rate == 0,
+            f"rate={self.rate} must be {'> 0' if self.balance != 'none' else '0'} "
+            f"where balance={self.balance}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogConfig:
     """Where a run reports to, beside metrics.jsonl."""
 
@@ -264,6 +281,7 @@ class TrainConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     mtp: MtpConfig = field(default_factory=MtpConfig)
+    moe: MoeConfig = field(default_factory=MoeConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:

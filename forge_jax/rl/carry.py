@@ -17,6 +17,7 @@ float32; and both again for the context of the block, at most one path.
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,7 +31,14 @@ from forge_jax.attention.plan import build_plan, executed_pairs
 from forge_jax.attention.tree import layout_of
 from forge_jax.config import UserError
 from forge_jax.rl import ranks
-from forge_jax.rl.forward import TILES_GROWTH, Batch, StepConfig, occurrences, share_of_loss
+from forge_jax.rl.forward import (
+    TILES_GROWTH,
+    Batch,
+    StepConfig,
+    occurrences,
+    share_of_experts,
+    share_of_loss,
+)
 from forge_jax.rl.losses import Metrics
 from forge_jax.rl.prefetch import prefetch
 from forge_jax.sched.blocks import Block, Blocks, block, lay_out, trunk_block
@@ -249,8 +257,13 @@ def _gradients(
     def rank(params: Any, batch: Batch, context: Array, d_own: Array, denominator: Array) -> Any:
         def objective(params: Any, context: Array) -> tuple[Array, tuple[Metrics, Array, Array]]:
             found = occurrences(params, batch, cfg, mesh, tuple(context))
-            share, beside = share_of_loss(found.logp, found.entropy, batch, denominator, cfg)
-            return share + jnp.vdot(jnp.stack(found.own), d_own), beside
+            share, (metrics, logp, terms) = share_of_loss(
+                found.logp, found.entropy, batch, denominator, cfg
+            )
+            if found.routing is not None:
+                more, load = share_of_experts(found.routing, batch, denominator, cfg)
+                share, metrics = share + more, replace(metrics, load=load)
+            return share + jnp.vdot(jnp.stack(found.own), d_own), (metrics, logp, terms)
 
         (grads, d_context), beside = jax.grad(objective, argnums=(0, 1), has_aux=True)(
             params, context

@@ -16,13 +16,14 @@ from jaxtyping import Array, Float
 from forge_jax.attention.plan import TilePlan, tree_plan
 from forge_jax.attention.tree import default_tile, layout_of, tree_attention
 from forge_jax.collectives import Axes, whole
-from forge_jax.config import MtpConfig, OptimConfig, PackConfig
+from forge_jax.config import MoeConfig, MtpConfig, OptimConfig, PackConfig
 from forge_jax.models import mtp as modules
 from forge_jax.models import transformer
 from forge_jax.models.config import ModelConfig
+from forge_jax.models.moe import Routing
 from forge_jax.models.remat import named
 from forge_jax.models.transformer import Attend, Ready
-from forge_jax.rl import mtp, ranks
+from forge_jax.rl import balance, mtp, ranks
 from forge_jax.rl.logprob import CHUNK_LOGITS, DEVICE_LOGITS, cut_edge_logprob
 from forge_jax.rl.losses import Loss, Metrics, cispo, measure
 from forge_jax.sched.ladder import bucket
@@ -45,6 +46,7 @@ class StepConfig:
     remat: str = "none"  # what layers keep for the backward pass, see `forge_jax.models.remat`
     dtype: str = "float32"  # of the layers; head, softmax and loss are at least float32
     mtp: MtpConfig = field(default_factory=MtpConfig)
+    moe: MoeConfig = field(default_factory=MoeConfig)
 
 
 @pytree
@@ -235,3 +237,18 @@ def share_of_modules(
     weight = jnp.zeros(len(batch.source), dtype).at[edge].add(weight)
     depth = jnp.asarray(batch.depth)[jnp.asarray(batch.source)]
     return mtp.share_of_loss(guess, weight, depth, denominator, cfg.mtp)
+
+
+def share_of_experts(
+    routing: Routing,
+    batch: Batch,
+    denominator: Float[Array, ""],
+    cfg: StepConfig,
+    mesh: Mesh | None = None,
+) -> tuple[Float[Array, ""], Float[Array, "layers X"]]:
+    """The balance's share of the loss, see `balance.share_of_loss`, and the load of experts."""
+    share = jnp.zeros(())
+    if cfg.moe.balance == "aux":
+        weight, over = jnp.asarray(batch.weight), ranks.over(mesh, "context")
+        share = balance.share_of_loss(routing, weight, denominator, cfg.moe.rate, over)
+    return share, jax.lax.stop_gradient(routing.load)

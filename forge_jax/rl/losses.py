@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from forge_jax.rl import balance
 from forge_jax.trees import Mean, pytree
 
 # loss(logp, old_logp, advantage, ratio_cap), each of the first three [M], gives [M].
@@ -55,6 +56,7 @@ class Metrics:
     kl: Mean  # of the sampler from the trainer's policy: r - 1 - log r, nats
     entropy: Mean  # of the trainer's policy, nats
     beside: dict[str, Mean] = field(default_factory=dict)  # of losses that are added, by name
+    load: jax.Array | None = None  # f32[layers, X], choices of each expert; None without any
 
     def __add__(self, other: "Metrics") -> "Metrics":
         return Metrics(
@@ -65,6 +67,7 @@ class Metrics:
             kl=self.kl + other.kl,
             entropy=self.entropy + other.entropy,
             beside={name: mean + other.beside[name] for name, mean in self.beside.items()},
+            load=None if self.load is None or other.load is None else self.load + other.load,
         )
 
     def values(self) -> dict[str, float]:
@@ -78,7 +81,8 @@ class Metrics:
         }
         means |= {name: mean for name, mean in self.beside.items() if float(mean.count)}
         ratios = {name: float(m.total) / float(m.count) for name, m in means.items()}
-        return {"ratio_max": float(self.ratio_max), **ratios}
+        loads = {} if self.load is None else balance.measures(self.load)
+        return {"ratio_max": float(self.ratio_max), **ratios, **loads}
 
 
 def measure(

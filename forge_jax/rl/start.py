@@ -14,6 +14,7 @@ from forge_jax.config import TrainConfig, UserError
 from forge_jax.models.layout import layout
 from forge_jax.models.load import LoadedModel
 from forge_jax.models.mtp import grown
+from forge_jax.rl.balance import check_model
 from forge_jax.rl.checkpoint import Checkpoints
 from forge_jax.rl.losses import cispo, negative_log_likelihood
 from forge_jax.rl.measure import Totals
@@ -37,6 +38,7 @@ class Start:
 
 def prepared(cfg: TrainConfig, model: LoadedModel) -> LoadedModel:
     """`model` with what the run adds to it. Raises UserError where it lacks what is trained."""
+    check_model(cfg.moe, model.cfg)
     model = grown(model, cfg.mtp.depth, cfg.seed)
     if cfg.mtp.weight and not model.cfg.mtp:
         raise UserError(
@@ -103,4 +105,5 @@ def step_config(cfg: TrainConfig, model: LoadedModel, warm: bool) -> StepConfig:
         tile=cfg.pack.side,
         attention=cfg.attention,
         mtp=cfg.mtp,
+        moe=cfg.moe,
     )

@@ -42,7 +42,15 @@ def optimizer(cfg: OptimConfig) -> optax.GradientTransformation:
             b2=cfg.beta2,
             eps=cfg.eps,
             weight_decay=cfg.weight_decay,
+            mask=trained,
         ),
+    )
+
+
+def trained(params: Any) -> Any:
+    """False for the routers' biases: these have no gradient and must not decay either."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: path[-1] != jax.tree_util.DictKey("router_bias"), params
     )
 
 

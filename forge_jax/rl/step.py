@@ -21,11 +21,12 @@ from jaxtyping import Array, Float
 
 from forge_jax.attention.plan import executed_pairs
 from forge_jax.config import OptimConfig
-from forge_jax.rl import carry
+from forge_jax.rl import balance, carry
 from forge_jax.rl.forward import (
     Batch,
     StepConfig,
     occurrences,
+    share_of_experts,
     share_of_loss,
     share_of_modules,
     to_batch,
@@ -88,6 +89,9 @@ def differentiate(
         if found.guess is not None:
             more, measured = share_of_modules(found.guess, batch, denominator, cfg)
             share, metrics = share + more, replace(metrics, beside=metrics.beside | measured)
+        if found.routing is not None:
+            more, load = share_of_experts(found.routing, batch, denominator, cfg, mesh)
+            share, metrics = share + more, replace(metrics, load=load)
         return share, (metrics, logp, terms)
 
     grads, beside = jax.grad(objective, has_aux=True)(params)
@@ -204,6 +208,8 @@ def update(
         )
     found = gather(state.params, parts, cfg)
     state, norm = apply(state, found.grads, cfg.optim)
+    if cfg.moe.balance == "bias":
+        state = replace(state, params=balance.shift(state.params, found.metrics.load, cfg.moe.rate))
     return state, Updated(
         stepped=True,
         loss=found.loss,
