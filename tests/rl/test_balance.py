@@ -12,14 +12,15 @@ from small_policy import MODEL, packed
 from synthetic import agentic
 
 from forge_jax.config import MoeConfig, OptimConfig, PackConfig, TrainConfig, UserError, load
-from forge_jax.models.layout import init
+from forge_jax.models.layout import init, layout
 from forge_jax.models.moe import Routing
-from forge_jax.rl import balance
+from forge_jax.rl import balance, parallel
 from forge_jax.rl.forward import StepConfig
 from forge_jax.rl.state import create
 from forge_jax.rl.step import Gathered, gather, update
 from forge_jax.sched.merge import merge, unique_tokens
 from forge_jax.sched.pack import micro_batches, pad
+from forge_jax.sharding import make_mesh, shardings
 from forge_jax.types import CarriedTree, Sample
 
 EXPERTS = dataclasses.replace(
@@ -93,6 +94,17 @@ def test_a_carried_tree_is_a_whole_one() -> None:
         [carried] = micro_batches(of, "tree", PackConfig(budget=longest // 2, tile=cfg.tile))
         assert isinstance(carried, CarriedTree)
         assert_same(gather(parameters(), [carried], cfg), gathered(of, "tree", cfg))
+
+
+def test_a_mesh_balances_and_replays_as_one_device_does() -> None:
+    """Tokens of a micro-batch on several ranks, experts on several, and a place without work."""
+    with jax.enable_x64(True):
+        cfg = dataclasses.replace(STEP, dtype="float64", moe=AUX, attention="reference")
+        mesh, params = make_mesh(data=2, expert=2, context=2), parameters()
+        params = jax.device_put(params, shardings(layout(EXPERTS), mesh))
+        of = samples(routed=True)
+        trees = [pad(merge(part), 192, 64, 64) for part in (of[:3], of[3:6], of[6:])]
+        assert_same(parallel.gather(params, trees, cfg), gather(parameters(), trees, cfg))
 
 
 def test_the_auxiliary_loss_is_switchs() -> None:
