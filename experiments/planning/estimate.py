@@ -59,8 +59,18 @@ class Sizes:
     context: int
     tile: int
     bytes: int  # of an activation
-    again: int  # 1: layers are computed again for the backward pass
+    remat: str  # see `forge_jax.models.remat`
     weights: tuple[Weight, ...]
+
+    @property
+    def again(self) -> int:
+        """1 where layers are computed again for the backward pass."""
+        return int(self.remat != "none")
+
+    @property
+    def attends_again(self) -> int:
+        """1 where attention is as well."""
+        return int(self.remat in ("block", "offload"))
 
     def ranks(self, *axes: str) -> int:
         """Devices along `axes` together."""
@@ -131,7 +141,7 @@ def sizes(model: ModelConfig, mesh: Mesh, cfg: PlanConfig) -> Sizes:
         context=cfg.context,
         tile=tile,
         bytes=2 if cfg.dtype == "bfloat16" else 4,
-        again=int(cfg.remat in ("block", "offload")),
+        remat=cfg.remat,
         weights=tuple(_weights(model, mesh)),
     )
 
@@ -190,11 +200,11 @@ def _products(of: Sizes) -> tuple[float, float]:
             rows = t * m.experts_per_token * of.ranks("expert") if expert else t
             each = weight.used / m.experts if expert else weight.used
             # Nobody waits for what "down" made of the layer's hidden units a second time.
-            times = 3 + (1 if expert and weight.name != "down" else 0)
-            times += of.again if not expert and weight.name != "down" else 0
+            times = 3 + (0 if weight.name == "down" else 1 if expert else of.again)
+            times -= of.again - of.attends_again if weight.name == "v" else 0
             linear += 2 * rows * each * times * weight.layers
     # Two products forward, three for the queries' and four for the keys' gradients.
-    products = 2 * (1 + of.again) + 3 + 4
+    products = 2 * (1 + of.attends_again) + 3 + 4
     attention = 2.0 * products * m.head_dim * of.heads * of.pairs * m.layers
     router = 2.0 * t * m.embed * m.experts * (3 + of.again) * m.layers
     if of.bytes == WIDE:  # the kernels then multiply at full precision, other layers do not
@@ -240,7 +250,7 @@ def moved(of: Sizes) -> float:
     tiles = of.pairs / of.tile**2
     key_tile = of.tile * m.head_dim * b * of.kv_heads
     query_tile = of.tile * m.head_dim * b * of.heads
-    attention = tiles * (key_tile * (2 * (1 + of.again) + 3) + 2 * query_tile) * m.layers
+    attention = tiles * (key_tile * (2 * (1 + of.attends_again) + 3) + 2 * query_tile) * m.layers
     keys = 2 * of.context * of.kv_heads * m.head_dim * m.layers * (4 * b + 6 * WIDE)
     chunks = max(1.0, t * m.vocab / of.ranks("tensor") / DEVICE_LOGITS)
     logits = t * m.vocab / of.ranks("tensor") * WIDE * 8
@@ -258,11 +268,13 @@ def memory(of: Sizes, rounds: int) -> dict[str, float]:
     own = t * (4 * m.embed * WIDE + 4 * wide * b + (0 if m.experts else 5 * hidden * b))
     if m.experts:
         own += t * of.ranks("expert") * m.embed * (2 * b + 2 * WIDE)
-    kept = float(t * m.embed * b * m.layers)
+    # On the device: what enters each layer, and more of it where less is computed again.
+    each = 0.0 if of.remat == "offload" else float(m.embed)
+    if not of.attends_again:
+        each += 2 * of.heads * m.head_dim + 2 * of.kv_heads * m.head_dim
     if not of.again:
-        kept += (
-            t * (4 * m.embed + 3 * wide + 4 * hidden * max(1, m.experts_per_token)) * b * m.layers
-        )
+        each += 3 * m.embed + wide + 4 * hidden * max(1, m.experts_per_token)
+    kept = t * each * b * m.layers
     logits = min(t * m.vocab / of.ranks("tensor"), DEVICE_LOGITS) * WIDE * 2
     # The unembedding and its gradient: summed up, rounded to the dtype of the layers, widened.
     head = of.top * (2 * b + 2 * WIDE) + t * m.embed * 3 * WIDE + logits

@@ -56,6 +56,7 @@ def large(sent: Mapping) -> dict:
         (EXPERTS, MeshConfig(fsdp=2, expert=4), {}),
         (EXPERTS, MeshConfig(expert=2, context=2, tensor=2), {}),
         (EXPERTS, MeshConfig(data=2, fsdp=4), {"remat": "none"}),
+        (DENSE, MeshConfig(fsdp=4, context=2), {"remat": "attention"}),
     ],
 )
 def test_work_is_that_of_the_program(model: ModelConfig, mesh: MeshConfig, keys: dict) -> None:
