@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from experiments.planning import abstract, estimate
 from experiments.planning.config import PlanConfig, slots
@@ -20,21 +20,25 @@ from experiments.planning.topology import Topology
 from forge_jax.config import MeshConfig
 from forge_jax.models.config import ModelConfig
 from forge_jax.rollout import programs as engine
-from forge_jax.sharding import PLACES
+from forge_jax.rollout.cache import cache_sharding
+from forge_jax.sharding import automatic
 
 
 def programs(
     model: ModelConfig, mesh: Mesh, sizes: MeshConfig, cfg: PlanConfig, topology: Topology
 ) -> list[Program]:
     """The engine's program for one token."""
-    mesh = Mesh(mesh.devices, mesh.axis_names, (AxisType.Auto,) * len(mesh.axis_names))
-    stacked = abstract.weights(model, mesh, cfg.dtype)
+    stacked = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=automatic(x.sharding)),
+        abstract.weights(model, mesh, cfg.dtype),
+    )
     params = {**stacked, "layers": (abstract.one_layer(stacked["layers"]),) * model.layers}
-    count = slots(cfg, topology)
-    where = NamedSharding(mesh, jax.P(PLACES if count % sizes.places == 0 else None, "tensor"))
+    count, where = slots(cfg, topology), stacked["embed"].sharding
     shape = (count, model.kv_heads, cfg.context, model.head_dim)
-    keys = jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.dtype), sharding=where)
-    cache = ((keys, keys),) * model.layers
+    keys = jax.ShapeDtypeStruct(
+        shape, jnp.dtype(cfg.dtype), sharding=cache_sharding(where, model, count)
+    )
+    cache, mesh = ((keys, keys),) * model.layers, where.mesh
     states: Any = abstract.everywhere(jax.eval_shape(lambda: engine.empty_slots(count)), mesh)
     traced = engine.decode.trace(params, cache, states, cfg=model, steps=1)
     names = {"arguments": "weights and cache"}

@@ -15,18 +15,20 @@ from jaxtyping import Array, Float, Int
 
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.transformer import Attend
-from forge_jax.sharding import RULES
+from forge_jax.sharding import PLACES, RULES
 
 QUERY_BLOCK = 128  # queries of a prefill whose scores exist at once
 
 
-def cache_sharding(like: Sharding, cfg: ModelConfig) -> Sharding:
-    """Where the cache lives, given where a parameter does: kv heads are cut as their weights."""
+def cache_sharding(like: Sharding, cfg: ModelConfig, slots: int) -> Sharding:
+    """Where the cache lives, given where a parameter does: kv heads are cut as their weights,
+    slots over the places of the mesh where these divide them."""
     if not isinstance(like, NamedSharding):
         return like
     [axis] = RULES["kv_heads"]
-    cut = cfg.kv_heads % like.mesh.shape[axis] == 0
-    return NamedSharding(like.mesh, jax.P(None, axis if cut else None))
+    heads = axis if cfg.kv_heads % like.mesh.shape[axis] == 0 else None
+    places = math.prod(like.mesh.shape[place] for place in PLACES)
+    return NamedSharding(like.mesh, jax.P(PLACES if slots % places == 0 else None, heads))
 
 
 def empty_cache(

@@ -51,7 +51,7 @@ class Runner:
         )
         self._weights = self._copy(params)
         embed, rollout = self._layout["embed"], self._rollout
-        where = cache_sharding(embed.sharding, self._cfg)
+        where = cache_sharding(embed.sharding, self._cfg, rollout.slots)
         self._cache = empty_cache(self._cfg, rollout.slots, rollout.context, embed.dtype, where)
         self._slots = jax.device_put(programs.empty_slots(rollout.slots), replicated(where))
 
