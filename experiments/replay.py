@@ -2,7 +2,7 @@
 
     python -m experiments.replay workload=FILE.npz model=NAME_OR_DIR [merge=tree|chain|none]
         [steps=3] [ratio_cap=5] [dtype=float32] [attention=auto] [dump=FILE.npz] [export=DIR]
-        [mesh.data=2] [mesh.context=4]
+        [mesh=host] [mesh.fsdp=2] [mesh.context=4]
 
 A workload and a model go in; loss, gradient norm and timings come out, the same loss and
 gradient whatever the merge and the mesh. Loss, `dump` and `export` are of the weights before
@@ -28,11 +28,19 @@ from experiments.command import command
 from experiments.models import resolve
 from forge_jax.attention.tree import IMPLEMENTATIONS
 from forge_jax.attention.tree import resolve as implementation_of
-from forge_jax.config import MeshConfig, OptimConfig, PackConfig, UserError, check, load
+from forge_jax.config import (
+    REMAT,
+    HostsConfig,
+    MeshConfig,
+    OptimConfig,
+    PackConfig,
+    UserError,
+    check,
+    load,
+)
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.hf import export_folder, flat_names
 from forge_jax.models.load import LoadedModel
-from forge_jax.models.remat import REMAT
 from forge_jax.rl.forward import tiled
 from forge_jax.rl.parallel import gather, update
 from forge_jax.rl.state import TrainState, create
@@ -49,7 +57,7 @@ from forge_jax.sched.merge import MODES, unique_tokens
 from forge_jax.sched.pack import attention_area, micro_batches
 from forge_jax.sched.split import forest_of
 from forge_jax.sched.workload import read_workload
-from forge_jax.sharding import mesh_from
+from forge_jax.sharding import join, mesh_from
 from forge_jax.types import MicroBatch, Sample
 
 DTYPES = ("float32", "float64", "bfloat16")
@@ -72,6 +80,7 @@ class ReplayConfig:
     seed: int = 0
     pack: PackConfig = field(default_factory=PackConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    hosts: HostsConfig = field(default_factory=HostsConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
 
     def __post_init__(self) -> None:
@@ -89,6 +98,7 @@ class ReplayConfig:
 
 @command("replay")
 def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
+    join(load(ReplayConfig, mapping).hosts)
     cfg = load_replay(mapping)
     with jax.enable_x64(cfg.dtype == "float64"):
         return replay(cfg)
@@ -182,10 +192,11 @@ def write(
         export_folder(cfg.export, model.cfg, model.params, chat.tokenizer, chat.format)
     if cfg.dump is not None:
         length = sum(len(sample.tokens) for sample in samples)
-        arrays = flat_names(model.cfg, found.grads)
+        arrays = flat_names(model.cfg, found.grads)  # of which every process holds a part
         arrays["logprobs"] = scatter(found.logp, found.index, length)
-        with open(cfg.dump, "wb") as file:  # a name without .npz stays as it is
-            np.savez(file, allow_pickle=False, **arrays)
+        if jax.process_index() == 0:
+            with open(cfg.dump, "wb") as file:  # a name without .npz stays as it is
+                np.savez(file, allow_pickle=False, **arrays)
 
 
 def timed_update(

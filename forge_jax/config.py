@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+REMAT = ("none", "block", "attention", "offload")  # see `forge_jax.models.remat`
+DTYPES = ("float32", "bfloat16")  # that layers are computed in
 
 
 class UserError(ValueError):
@@ -73,11 +75,15 @@ class RolloutConfig:
     context: int = 64  # tokens a sequence may have, prompt included
     prefill_rows: int = 16  # prompts prefilled at once
     decode_steps: int = 4  # tokens decoded per device call
+    dtype: str | None = None  # of the engine's copy of the weights; null: as they are given
     routes: bool = False  # record which experts every token uses, for training to replay
 
     def __post_init__(self) -> None:
         for name in ("slots", "context", "prefill_rows", "decode_steps"):
             check(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive")
+        check(
+            self.dtype in (None, *DTYPES), f"dtype={self.dtype!r} must be null or one of {DTYPES}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +252,29 @@ class MoeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostsConfig:
+    """The processes that one mesh spans, one on each host."""
+
+    coordinator: str | None = None  # HOST:PORT of process 0; auto: the cluster tells; null: alone
+    processes: int | None = None  # how many there are; null: the cluster tells
+    process: int | None = None  # number of this one
+
+    def __post_init__(self) -> None:
+        told = self.coordinator is not None and self.coordinator != "auto"
+        for name in ("processes", "process"):
+            value = getattr(self, name)
+            check(
+                told == (value is not None),
+                f"{name}={value}: coordinator=HOST:PORT, processes and process go together",
+            )
+        if self.processes is not None and self.process is not None:
+            check(
+                0 <= self.process < self.processes,
+                f"process={self.process} must be from 0 to processes={self.processes} - 1",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogConfig:
     """Where a run reports to, beside metrics.jsonl."""
 
@@ -267,6 +296,8 @@ class TrainConfig:
     task: str  # task family
     steps: int  # RL updates
     seed: int = 0
+    dtype: str = "float32"  # of the layers; weights and the optimiser's state stay float32
+    remat: str = "none"  # what layers keep for the backward pass
     attention: str = "auto"  # implementation of tree attention; auto: by the device
     ratio_cap: float = 5.0  # CISPO: cap of the importance ratio
     temperature: float = 1.0  # of the rollouts
@@ -287,6 +318,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check(self.steps >= 0, f"steps={self.steps} must be >= 0")
         check(self.seed >= 0, f"seed={self.seed} must be >= 0")
+        check(self.dtype in DTYPES, f"dtype={self.dtype!r} must be one of {DTYPES}")
+        check(self.remat in REMAT, f"remat={self.remat!r} must be one of {REMAT}")
         check(self.ratio_cap > 0, f"ratio_cap={self.ratio_cap} must be > 0")
         check(self.temperature > 0, f"temperature={self.temperature} must be > 0 to train")
         check(self.audit_versions >= 0, f"audit_versions={self.audit_versions} must be >= 0")

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
-from forge_jax.config import MeshConfig, UserError
+from forge_jax.config import HostsConfig, MeshConfig, UserError
 from forge_jax.trees import Param, is_param
 
 # The axes of every mesh, the slowest network first: "slice" may go over the data center's.
@@ -35,6 +35,18 @@ RULES: dict[str, tuple[str, ...]] = {
     "expert_embed": ("fsdp", "context"),
 }
 LENT = ("embed", "expert_embed")  # the logical axes that are whole where weights are used
+
+
+def join(cfg: HostsConfig) -> None:
+    """Makes this process one of those that share a mesh; to be called before devices are used.
+
+    Processes on CPUs exchange arrays by gloo.
+    """
+    if cfg.coordinator is None:
+        return
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    told = None if cfg.coordinator == "auto" else cfg.coordinator
+    jax.distributed.initialize(told, cfg.processes, cfg.process)
 
 
 def make_mesh(

@@ -17,6 +17,8 @@ from forge_jax.models.config import ModelConfig
 from forge_jax.trees import Param, is_param
 
 DRAWN_AT_ONCE = 2**26  # values; of larger models each layer's parameters are drawn by themselves
+# Scores of experts are computed in at least float32, from weights that are never rounded.
+UNROUNDED = ("router", "router_bias")
 Side = tuple[int, str | None]  # size and logical axis of one dimension
 
 

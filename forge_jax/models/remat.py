@@ -15,7 +15,8 @@ from jax import checkpoint_policies as policies
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-REMAT = ("none", "block", "attention", "offload")
+from forge_jax.config import REMAT
+
 # Results of these are made again from what they were made of: a weight that was lent, cast or
 # laid out otherwise is not kept, nor is any other array twice.
 MOVES = frozenset(

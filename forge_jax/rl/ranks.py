@@ -18,12 +18,10 @@ from jaxtyping import Array
 from forge_jax.collectives import LENDING, Axes, Cut, weights
 from forge_jax.config import UserError
 from forge_jax.models.config import ModelConfig
-from forge_jax.models.layout import layout
+from forge_jax.models.layout import UNROUNDED, layout
 from forge_jax.models.transformer import Ready
 from forge_jax.sharding import LENT, WORK, cuts, spec
 from forge_jax.trees import Param, is_param
-
-UNROUNDED = ("router", "router_bias")  # scores of experts are computed in at least float32
 
 
 def over(mesh: Mesh | None, *axes: str) -> Axes:

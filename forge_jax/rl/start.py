@@ -104,6 +104,8 @@ def step_config(cfg: TrainConfig, model: LoadedModel, warm: bool) -> StepConfig:
         ratio_cap=cfg.ratio_cap,
         tile=cfg.pack.side,
         attention=cfg.attention,
+        remat=cfg.remat,
+        dtype=cfg.dtype,
         mtp=cfg.mtp,
         moe=cfg.moe,
     )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from forge_jax.config import OptimConfig
-from forge_jax.sharding import replicated
+from forge_jax.sharding import put, replicated
 from forge_jax.trees import pytree
 
 
@@ -82,13 +82,16 @@ def create(params: Any, cfg: OptimConfig) -> TrainState:
     It aliases `params`, which updates then consume. Moments are cut as their parameters are;
     counters are whole on every device.
     """
-    where = jax.tree.map(lambda p: p.sharding, params)
-    everywhere = partial(jax.device_put, device=replicated(jax.tree.leaves(where)[0]))
+    everywhere = replicated(jax.tree.leaves(params)[0].sharding)
     made = optimizer(cfg)
     return TrainState(
-        step=everywhere(jnp.zeros((), jnp.int32)),
-        params=jax.device_put(params, where),
+        step=put(jnp.zeros((), jnp.int32), everywhere),
+        params=params,
+        # Moments are made like their parameters, and so in the same parts.
         opt_state=optax.tree.map_params(
-            made, jax.device_put, made.init(params), where, transform_non_params=everywhere
+            made,
+            lambda moment: moment,
+            made.init(params),
+            transform_non_params=lambda counter: put(counter, everywhere),
         ),
     )

@@ -124,15 +124,23 @@ def _recorded(routing: Routing | None, cfg: ModelConfig) -> Int[Array, "... laye
     return jnp.moveaxis(routing.experts, 0, -2).astype(route_dtype(cfg.experts))
 
 
-@partial(jax.jit, static_argnames="cfg")
-def publish(params: dict[str, Any], *, cfg: ModelConfig) -> dict[str, Any]:
-    """A copy of stacked parameters with layers as a tuple, as decoding wants them.
+@partial(jax.jit, static_argnames=("cfg", "dtype"))
+def publish(
+    params: dict[str, Any], *, cfg: ModelConfig, dtype: str | None = None
+) -> dict[str, Any]:
+    """A copy of stacked parameters with layers as a tuple, as decoding wants them, in `dtype`
+    where that is said; scores of experts stay as exact as they are.
 
     The copy shares no buffer with its source, so the source may be donated.
     """
     traces["publish"] += 1
-    # Said outright, so as not to rest on what jit does with outputs that are inputs.
-    return layout.unstack(jax.tree.map(jnp.copy, params), cfg)
+
+    def copied(path: Any, x: Array) -> Array:
+        kept = dtype is None or path[-1].key in layout.UNROUNDED
+        # Said outright, so as not to rest on what jit does with outputs that are inputs.
+        return jnp.copy(x if kept else x.astype(dtype))
+
+    return layout.unstack(jax.tree_util.tree_map_with_path(copied, params), cfg)
 
 
 def _admitted(header: Int[Array, "R C"], last: Int[Array, " R"]) -> Slots:

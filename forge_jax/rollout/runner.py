@@ -40,7 +40,7 @@ class Runner:
         self._cfg = cfg
         self._rollout = rollout
         self._weights: Any = None  # layers as a tuple, see programs.publish
-        self._layout: Any = None  # ShapeDtypeStruct with sharding of every stacked parameter
+        self._layout: Any = None  # ShapeDtypeStruct with sharding of every one that is given
         self._cache: Any = None
         self._slots: Any = None
 
@@ -50,7 +50,7 @@ class Runner:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=automatic(x.sharding)), params
         )
         self._weights = self._copy(params)
-        embed, rollout = self._layout["embed"], self._rollout
+        embed, rollout = self._weights["embed"], self._rollout
         where = cache_sharding(embed.sharding, self._cfg, rollout.slots)
         self._cache = empty_cache(self._cfg, rollout.slots, rollout.context, embed.dtype, where)
         self._slots = jax.device_put(programs.empty_slots(rollout.slots), replicated(where))
@@ -133,4 +133,6 @@ class Runner:
         placed = jax.tree.map(
             lambda x, like: jax.device_put(x, like.sharding), params, self._layout
         )
-        return jax.block_until_ready(programs.publish(placed, cfg=self._cfg))
+        return jax.block_until_ready(
+            programs.publish(placed, cfg=self._cfg, dtype=self._rollout.dtype)
+        )

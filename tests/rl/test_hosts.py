@@ -1,37 +1,49 @@
-"""Two processes, as on two hosts, compute the update that one device does."""
+"""Two processes, as on two hosts, compute the updates that one does, and share its checkpoints."""
 
+import dataclasses
 import json
 import os
 import socket
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_policy import MODEL, packed, parameters
+from small_policy import MODEL, packed
 from synthetic import agentic
 
-from forge_jax.rl import step
+from forge_jax.models.layout import init, layout
+from forge_jax.rl import parallel
+from forge_jax.rl.checkpoint import Checkpoints
 from forge_jax.rl.forward import StepConfig
+from forge_jax.rl.state import TrainState, create
+from forge_jax.sharding import make_mesh, put, shardings
 
-CFG = StepConfig(model=MODEL, ratio_cap=1.5)
+EXPERTS = dataclasses.replace(
+    MODEL, family="qwen3_moe", experts=4, experts_per_token=2, ffn=8, tied=True
+)
+DENSE = StepConfig(model=MODEL, ratio_cap=1.5, attention="reference")
+SPARSE = dataclasses.replace(DENSE, model=EXPERTS)
+# Each with an axis that goes over both hosts.
+RUNS = [
+    (DENSE, {"fsdp": 4, "tensor": 2}),
+    (SPARSE, {"slice": 2, "expert": 2, "context": 2}),
+]
 HOST = """
 import json, sys
+from forge_jax.config import HostsConfig
+from forge_jax.sharding import join
+join(HostsConfig(coordinator=f"localhost:{sys.argv[1]}", processes=2, process=int(sys.argv[2])))
 import jax
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))
-from small_policy import MODEL, parameters
-from test_hosts import CFG, trees
-from forge_jax.models.layout import layout
-from forge_jax.rl import parallel
-from forge_jax.sharding import make_mesh, shardings
-assert (jax.process_count(), jax.local_device_count()) == (2, 2)
-mesh = make_mesh(data=2, context=2)
-params = jax.device_put(parameters(), shardings(layout(MODEL), mesh))
-found = parallel.gather(params, trees(), CFG)
-norm = float(jax.numpy.linalg.norm(found.grads["unembed"]))
-print(json.dumps({"loss": found.loss, "norm": norm, "logp": float(found.logp.sum())}))
+from pathlib import Path
+from test_hosts import everything
+assert (jax.process_count(), jax.local_device_count()) == (2, 4)
+print(json.dumps(everything(Path(sys.argv[3]), "two", "one")))
 """
 
 
@@ -39,18 +51,56 @@ def trees() -> list:
     return [tree for seed in range(2) for tree in packed(agentic(seed, MODEL.vocab), "tree")]
 
 
+def fresh(cfg: StepConfig, axes: dict[str, int], seed: int = 1) -> TrainState:
+    where = shardings(layout(cfg.model), make_mesh(**axes))
+    return create(put(init(cfg.model, jax.random.key(seed)), where), cfg.optim)
+
+
+def numbers(tree: Any) -> list[float]:
+    """Two numbers for every array."""
+    return np.ravel(_numbers(tree)).tolist()
+
+
+@jax.jit
+def _numbers(tree: Any) -> jax.Array:
+    flat = jax.tree.leaves(tree)
+    return jnp.stack([jnp.stack([jnp.sum(x) * 1.0, jnp.sum(jnp.square(x)) * 1.0]) for x in flat])
+
+
+def everything(folder: Path, saved: str, found: str) -> dict[str, Any]:
+    """An update on every mesh; the last state is saved as `saved`, and `found` is restored, where
+    it is there, into another layout."""
+    said: dict[str, Any] = {}
+    for number, (cfg, axes) in enumerate(RUNS):
+        state = fresh(cfg, axes)
+        grads = numbers(parallel.gather(state.params, trees(), cfg).grads)
+        state, done = parallel.update(state, trees(), cfg)
+        said[str(number)] = [done.loss, done.grad_norm, float(done.logp.sum()), *grads]
+        said[f"state {number}"] = numbers(state)
+    with closing(Checkpoints(folder / saved)) as checkpoints:
+        checkpoints.save(1, state, {"by": saved})
+    if (folder / found).exists():
+        with closing(Checkpoints(folder / found)) as checkpoints:
+            like = fresh(SPARSE, {"data": 2, "tensor": 2, "context": 2}, seed=2)
+            restored, host = checkpoints.restore(1, like)
+        said["restored"] = numbers(restored)
+        assert host == {"by": found}
+    return said
+
+
 @pytest.mark.slow
-def test_two_hosts_compute_what_one_device_does() -> None:
+def test_two_hosts_compute_what_one_does_and_read_what_it_wrote(tmp_path: Path) -> None:
+    alone = everything(tmp_path, "one", "two")
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     room = Path(__file__).parent
     path = os.pathsep.join(map(str, (room, room.parent, room.parent.parent)))
-    flags = "--xla_force_host_platform_device_count=2"
+    flags = "--xla_force_host_platform_device_count=4"
     env = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     hosts = [
         subprocess.Popen(
-            [sys.executable, "-c", HOST, port, str(number)],
+            [sys.executable, "-c", HOST, port, str(number), str(tmp_path)],
             env=env,
             stdout=subprocess.PIPE,
             text=True,
@@ -62,11 +112,12 @@ def test_two_hosts_compute_what_one_device_does() -> None:
     finally:
         for host in hosts:
             host.kill()  # one waits for ever where the other has failed
-    one = step.gather(parameters(), trees(), CFG)
-    wanted = {
-        "loss": one.loss,
-        "norm": float(np.linalg.norm(one.grads["unembed"])),
-        "logp": float(one.logp.sum()),
-    }
-    for found in said:
-        assert found == pytest.approx(wanted, rel=1e-5)
+    assert said[0] == said[1]
+    assert said[0].pop("restored") == pytest.approx(alone["state 1"], rel=1e-4, abs=1e-5)
+    assert said[0].keys() == alone.keys()
+    for name, values in alone.items():
+        assert said[0][name] == pytest.approx(values, rel=1e-4, abs=1e-5), name
+    with closing(Checkpoints(tmp_path / "two")) as checkpoints:
+        restored, host = checkpoints.restore(1, fresh(SPARSE, {}, seed=2))
+    assert host == {"by": "two"}
+    assert numbers(restored) == pytest.approx(said[0]["state 1"], rel=1e-4, abs=1e-5)
