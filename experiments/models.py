@@ -60,8 +60,8 @@ def resolve(
     if path.is_file():
         return load_gguf(path, dtype, mesh)
     if is_run(name_or_path):
-        started = run_config(name_or_path).model
-        return run_model(name_or_path, resolve(started, seed, dtype, mesh))
+        run = run_config(name_or_path)
+        return run_model(name_or_path, resolve(run.model, run.seed, dtype, mesh))
     if not (path / "config.json").is_file():
         raise UserError(f"model={name_or_path!r} holds neither a run nor a config.json")
     return load_folder(path, dtype, mesh)

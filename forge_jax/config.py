@@ -234,6 +234,34 @@ class MtpConfig:
         )
 
 
+ADAPTABLE = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters, trained in place of the model, which stays as it is."""
+
+    rank: int = 0  # 0: no adapters, the model is trained
+    alpha: float = 16.0  # what adapters add counts alpha / rank
+    targets: tuple[str, ...] = ADAPTABLE  # matrices of every layer that have one
+
+    def __post_init__(self) -> None:
+        check(self.rank >= 0, f"rank={self.rank} must be >= 0")
+        check(self.alpha > 0, f"alpha={self.alpha} must be > 0")
+        known = ", ".join(ADAPTABLE)
+        for name in self.targets:
+            check(name in ADAPTABLE, f"targets={name!r} must be some of {known}")
+        check(
+            len(set(self.targets)) == len(self.targets) > 0,
+            f"targets={self.targets} must be one or more, each once",
+        )
+
+    @property
+    def scale(self) -> float:
+        """What the product of an adapter's two matrices is multiplied by."""
+        return self.alpha / self.rank
+
+
 @dataclass(frozen=True, kw_only=True)
 class MoeConfig:
     """How experts are kept busy alike."""
@@ -313,6 +341,7 @@ class TrainConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     mtp: MtpConfig = field(default_factory=MtpConfig)
     moe: MoeConfig = field(default_factory=MoeConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
@@ -323,4 +352,14 @@ class TrainConfig:
         check(self.ratio_cap > 0, f"ratio_cap={self.ratio_cap} must be > 0")
         check(self.temperature > 0, f"temperature={self.temperature} must be > 0 to train")
         check(self.audit_versions >= 0, f"audit_versions={self.audit_versions} must be >= 0")
+        check(
+            not (self.lora.rank and self.mtp.weight),
+            f"lora.rank={self.lora.rank} trains adapters alone, "
+            f"mtp.weight={self.mtp.weight} prediction modules",
+        )
+        check(
+            not (self.lora.rank and self.moe.balance == "bias"),
+            f"lora.rank={self.lora.rank} leaves routers as they are, "
+            "moe.balance=bias shifts their biases",
+        )
         check(self.checkpoint_every >= 1, f"checkpoint_every={self.checkpoint_every} must be >= 1")

@@ -12,7 +12,7 @@ import mmap
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,6 +116,17 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
+def read_small(file: Path) -> dict[str, np.ndarray]:
+    """Every tensor of a safetensors file, by name. Raises UserError naming the file."""
+    try:
+        with safetensors.safe_open(file, framework="np") as tensors:
+            return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise UserError(f"{file}: no such file") from error
+    except (safetensors.SafetensorError, OSError) as error:
+        raise UserError(f"{file}: not a whole safetensors file: {error}") from error
+
+
 def write_tensors(
     folder: Path,
     described: Sequence[Described],
@@ -146,15 +157,15 @@ def write_tensors(
 
 
 @contextlib.contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
+def whole_folder(path: Path, own: Set[str] = WRITTEN) -> Iterator[Path]:
     """A new folder to fill; it becomes `path` when the block ends without an exception.
 
-    An earlier export at `path` is replaced. Raises UserError where `path` holds anything
-    else, so that no folder of the caller's is ever lost.
+    An earlier export at `path`, which holds files of the names `own`, is replaced. Raises
+    UserError where `path` holds anything else, so that no folder of the caller's is ever lost.
     """
     path = path.absolute()
     if path.exists():
-        there = {p.name for p in path.iterdir()} - WRITTEN if path.is_dir() else {path.name}
+        there = {p.name for p in path.iterdir()} - own if path.is_dir() else {path.name}
         others = {name for name in there if not (path.is_dir() and SHARD.fullmatch(name))}
         if others:
             raise UserError(f"export={path}: exists and holds {min(others)!r}, not only an export")

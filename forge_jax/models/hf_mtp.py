@@ -11,14 +11,13 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 import safetensors.numpy
 
 from forge_jax.config import UserError
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.families.family import Stored
 from forge_jax.models.hf_config import FAMILIES
-from forge_jax.models.hf_files import MODULES
+from forge_jax.models.hf_files import MODULES, read_small
 from forge_jax.models.layout import modules_layout
 from forge_jax.models.stored import Leaf
 
@@ -56,7 +55,7 @@ def with_modules(
     file = folder / MODULES
     if not file.exists():
         return cfg, params
-    flat = _read(file)
+    flat = read_small(file)
     layers = {int(part) for name in flat for part in name.split(".")[2:3] if part.isdecimal()}
     cfg = dataclasses.replace(cfg, mtp=len(layers))
     wanted = {name: (leaf, place) for leaf, place, name in _tensors(cfg)}
@@ -91,11 +90,3 @@ def _tensors(cfg: ModelConfig) -> Iterator[tuple[Leaf, tuple[int, ...], str]]:
     for leaf in leaves:
         for module, *expert in leaf.places():
             yield leaf, (module, *expert), leaf.name((cfg.layers + module, *expert))
-
-
-def _read(file: Path) -> dict[str, np.ndarray]:
-    try:
-        with safetensors.safe_open(file, framework="np") as tensors:
-            return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
-    except (safetensors.SafetensorError, OSError) as error:
-        raise UserError(f"{file}: not a whole safetensors file: {error}") from error

@@ -5,6 +5,7 @@ angles are computed in at least fp32.
 """
 
 import math
+from dataclasses import field
 from typing import Any
 
 import jax
@@ -12,13 +13,27 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from forge_jax.models.config import ModelConfig, RopeScaling
+from forge_jax.trees import pytree
 
 
-def linear(x: Array, weight: Array, inputs: int = 1) -> Array:
+@pytree
+class Adapted:
+    """A weight and its low-rank adapter, see `models.lora`."""
+
+    weight: Array  # [in..., out...]
+    a: Array  # [in..., rank]
+    b: Array  # [rank, out...]
+    scale: float = field(metadata={"static": True})
+
+
+def linear(x: Array, weight: Array | Adapted, inputs: int = 1) -> Array:
     """Contracts the last `inputs` axes of x with the first ones of `weight`.
 
     As one plain matrix product, which XLA:CPU runs faster than a contraction over heads.
     """
+    if isinstance(weight, Adapted):
+        low = linear(x, weight.a, inputs)
+        return linear(x, weight.weight, inputs) + weight.scale * linear(low, weight.b)
     size = math.prod(weight.shape[:inputs])
     y = x.reshape(-1, size) @ weight.reshape(size, -1)
     return y.reshape(*x.shape[: x.ndim - inputs], *weight.shape[inputs:])

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from forge_jax.models.lora import tuned
 from forge_jax.rl.parallel import logprobs
 from forge_jax.rl.step import StepConfig, Updated, scatter
 from forge_jax.types import MicroBatch, Sample, Turn
@@ -21,9 +22,11 @@ from forge_jax.types import MicroBatch, Sample, Turn
 class Audit:
     """Keeps copies of the newest weights, to look at what they sampled when it is trained."""
 
-    def __init__(self, keep: int):
-        """`keep` copies at most; with 0 only calls of the weights being trained are checked."""
+    def __init__(self, keep: int, base: Any = None):
+        """`keep` copies at most; with 0 only calls of the weights being trained are checked.
+        With a `base` they are of its adapters."""
         self._keep = keep
+        self._base = base
         self._past: dict[int, Any] = {}
 
     def remember(self, version: int, params: Any) -> None:
@@ -56,7 +59,7 @@ class Audit:
         length = sum(len(s.tokens) for s in samples)
         logp = scatter(done.logp, done.index, length)
         if chosen != version:
-            logp = recomputed(self._past[chosen], trees, length, cfg)
+            logp = recomputed(tuned(self._base, self._past[chosen]), trees, length, cfg)
         return {
             "logp_gap_max": largest_gap(samples, turns, chosen, logp),
             "logp_gap_calls": calls[chosen],

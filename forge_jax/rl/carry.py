@@ -30,6 +30,7 @@ from jaxtyping import Array, Float, Int
 from forge_jax.attention.plan import build_plan, executed_pairs
 from forge_jax.attention.tree import layout_of
 from forge_jax.config import UserError
+from forge_jax.models.lora import trained_of, with_trained
 from forge_jax.rl import ranks
 from forge_jax.rl.forward import (
     TILES_GROWTH,
@@ -255,8 +256,8 @@ def _gradients(
     later blocks make of its keys and values, whose gradient there is `d_own`."""
 
     def rank(params: Any, batch: Batch, context: Array, d_own: Array, denominator: Array) -> Any:
-        def objective(params: Any, context: Array) -> tuple[Array, tuple[Metrics, Array, Array]]:
-            found = occurrences(params, batch, cfg, mesh, tuple(context))
+        def objective(trained: Any, context: Array) -> tuple[Array, tuple[Metrics, Array, Array]]:
+            found = occurrences(with_trained(params, trained), batch, cfg, mesh, tuple(context))
             share, (metrics, logp, terms) = share_of_loss(
                 found.logp, found.entropy, batch, denominator, cfg
             )
@@ -266,19 +267,20 @@ def _gradients(
             return share + jnp.vdot(jnp.stack(found.own), d_own), (metrics, logp, terms)
 
         (grads, d_context), beside = jax.grad(objective, argnums=(0, 1), has_aux=True)(
-            params, context
+            trained_of(params), context
         )
         return _once(grads, cfg, mesh), d_context, *beside
 
     every = jax.P()
     takes = (*_takes(cfg, mesh), _cut(mesh), every)
-    gives = (takes[0], _cut(mesh), every, every, every)
+    trained = None if mesh is None else ranks.trained_specs(cfg.model, mesh, cfg.lora)
+    gives = (trained, _cut(mesh), every, every, every)
     return ranks.mapped(rank, mesh, takes, gives)(params, batch, context, d_own, denominator)
 
 
 def _takes(cfg: StepConfig, mesh: Mesh | None) -> tuple[Any, jax.P, jax.P]:
     """How parameters, a block and its context are cut."""
-    return None if mesh is None else ranks.specs(cfg.model, mesh), jax.P(), _cut(mesh)
+    return None if mesh is None else ranks.specs(cfg.model, mesh, cfg.lora), jax.P(), _cut(mesh)
 
 
 def _once(grads: Any, cfg: StepConfig, mesh: Mesh | None) -> Any:
@@ -286,4 +288,4 @@ def _once(grads: Any, cfg: StepConfig, mesh: Mesh | None) -> Any:
     if mesh is None:
         return grads
     copies = math.prod(mesh.shape[axis] for axis in WORK)
-    return jax.tree.map(lambda g: g / copies, ranks.summed(grads, cfg.model, mesh))
+    return jax.tree.map(lambda g: g / copies, ranks.summed(grads, cfg.model, mesh, cfg.lora))

@@ -16,10 +16,11 @@ from jaxtyping import Array, Float
 from forge_jax.attention.plan import TilePlan, tree_plan
 from forge_jax.attention.tree import default_tile, layout_of, tree_attention
 from forge_jax.collectives import Axes, whole
-from forge_jax.config import MoeConfig, MtpConfig, OptimConfig, PackConfig
+from forge_jax.config import LoraConfig, MoeConfig, MtpConfig, OptimConfig, PackConfig
 from forge_jax.models import mtp as modules
 from forge_jax.models import transformer
 from forge_jax.models.config import ModelConfig
+from forge_jax.models.lora import adapt
 from forge_jax.models.moe import Routing
 from forge_jax.models.remat import named
 from forge_jax.models.transformer import Attend, Ready
@@ -47,6 +48,7 @@ class StepConfig:
     dtype: str = "float32"  # of the layers; head, softmax and loss are at least float32
     mtp: MtpConfig = field(default_factory=MtpConfig)
     moe: MoeConfig = field(default_factory=MoeConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @pytree
@@ -131,8 +133,9 @@ def occurrences(
     keys and values [layers, S, K, D] each, at least float32, of tokens that the plan has before
     the own ones.
     """
+    params = adapt(params, cfg.lora)
     scale = cfg.model.head_dim**-0.5
-    ready = ranks.ready(cfg.model, cfg.dtype, mesh)
+    ready = ranks.ready(cfg.model, cfg.dtype, mesh, cfg.lora)
     shared = ranks.over(mesh, "context")
 
     def attend(q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forge_jax.config import TrainConfig
+from forge_jax.models.lora import merge, tuned
 from forge_jax.rl.audit import Audit
 from forge_jax.rl.collect import Collector, Taken
 from forge_jax.rl.costs import observe, prior, trusted
@@ -68,14 +69,17 @@ async def reinforce(
     engine: RolloutEngine,
     device: Executor,
     on_step: Callable[[Step], None],
+    base: Any = None,
 ) -> TrainState:
     """Updates `first` to `cfg.steps`, from what agents play meanwhile; the final state.
+
+    With a `base`, `state` is of its adapters; the engine gets both merged.
 
     `on_step` is called on the device thread after each update, while agents go on. What is
     in flight at the end is cancelled.
     """
     loop = asyncio.get_running_loop()
-    audit, costs = Audit(cfg.audit_versions), Fit(prior(step_cfg.model))
+    audit, costs = Audit(cfg.audit_versions, base), Fit(prior(step_cfg.model))
     await loop.run_in_executor(device, audit.remember, first - 1, state.params)
     async with asyncio.TaskGroup() as workers:
         collector.resume(workers)
@@ -87,9 +91,12 @@ async def reinforce(
             cost = trusted(costs, step_cfg.model, cfg.sched.synchronous)
             batch = await asyncio.to_thread(prepare, taken, cfg, cost)
             state, trained = await loop.run_in_executor(
-                device, train_step, state, batch, step, step_cfg, audit, costs
+                device, train_step, state, batch, step, step_cfg, audit, costs, base
             )
-            await engine.swap(step, state.params)
+            weights = await loop.run_in_executor(
+                device, merge, tuned(base, state.params), step_cfg.lora
+            )
+            await engine.swap(step, weights)
             row = {"step": step} | episode_row(taken) | batch_row(batch.samples, batch.trees)
             row |= trained | {"seconds_collect": collected - began}
             row["seconds_update"] = time.monotonic() - collected
@@ -100,10 +107,16 @@ async def reinforce(
 
 
 def train_step(
-    state: TrainState, batch: Prepared, step: int, cfg: StepConfig, audit: Audit, costs: Fit
+    state: TrainState,
+    batch: Prepared,
+    step: int,
+    cfg: StepConfig,
+    audit: Audit,
+    costs: Fit,
+    base: Any,
 ) -> tuple[TrainState, dict[str, Any]]:
     """The update, and what it says of itself; a batch without a trained token changes nothing."""
-    state, done = update(state, batch.trees, cfg)
+    state, done = update(state, batch.trees, cfg, base)
     observe(costs, batch.trees, done, cfg.tile)
     row: dict[str, Any] = {"stepped": done.stepped}
     if done.stepped:

@@ -35,10 +35,10 @@ ROW = jax.P(PLACES, "context")  # how a row of micro-batches is cut
 
 
 def update(
-    state: TrainState, parts: Sequence[MicroBatch], cfg: StepConfig
+    state: TrainState, parts: Sequence[MicroBatch], cfg: StepConfig, base: Any = None
 ) -> tuple[TrainState, Updated]:
     """`step.update`, on the devices that the parameters are on."""
-    return step.update(state, parts, cfg, gather)
+    return step.update(state, parts, cfg, gather, base)
 
 
 def gather(params: Any, parts: Sequence[MicroBatch], cfg: StepConfig) -> Gathered:
@@ -110,21 +110,22 @@ def gradients(
 ) -> tuple[Any, Metrics, Float[Array, "R M"], Float[Array, "R M"]]:
     """`step.gradients` summed over a row, cut as `params` are; what is per occurrence has a
     line for each rank of a place."""
-    work, specs = ranks.over(mesh, *WORK), ranks.specs(cfg.model, mesh)
+    work, specs = ranks.over(mesh, *WORK), ranks.specs(cfg.model, mesh, cfg.lora)
 
     def rank(params: Any, row: Batch, denominator: Array) -> tuple[Any, Metrics, Array, Array]:
         grads, metrics, logp, terms = step.differentiate(params, _own(row), denominator, cfg, mesh)
         largest = jax.lax.pmax(metrics.ratio_max, work) if work else metrics.ratio_max
         sums = jax.tree.map(lambda x: ranks.total(x, work), metrics)
         return (
-            ranks.summed(grads, cfg.model, mesh),
+            ranks.summed(grads, cfg.model, mesh, cfg.lora),
             dataclasses.replace(sums, ratio_max=largest),
             _lines(logp, work),
             _lines(terms, work),
         )
 
+    trained = ranks.trained_specs(cfg.model, mesh, cfg.lora)
     takes, every = (specs, ROW, jax.P()), jax.P()
-    computed = ranks.mapped(rank, mesh, takes, (specs, every, every, every))
+    computed = ranks.mapped(rank, mesh, takes, (trained, every, every, every))
     return computed(params, batch, denominator)
 
 
@@ -133,7 +134,7 @@ def _logprobs(params: Any, batch: Batch, cfg: StepConfig, mesh: Mesh) -> Float[A
     def rank(params: Any, row: Batch) -> Array:
         return _lines(occurrences(params, _own(row), cfg, mesh).logp, ranks.over(mesh, *WORK))
 
-    takes = (ranks.specs(cfg.model, mesh), ROW)
+    takes = (ranks.specs(cfg.model, mesh, cfg.lora), ROW)
     return ranks.mapped(rank, mesh, takes, jax.P())(params, batch)
 
 

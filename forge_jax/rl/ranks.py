@@ -7,6 +7,7 @@ each layer; gradients of a part come back summed over the ranks, in at least flo
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,13 +16,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from forge_jax.collectives import LENDING, Axes, Cut, weights
-from forge_jax.config import UserError
+from forge_jax.collectives import LENDING, Axes, Cut, enter, weights
+from forge_jax.config import LoraConfig, UserError
 from forge_jax.models.config import ModelConfig
+from forge_jax.models.layers import Adapted
 from forge_jax.models.layout import UNROUNDED, layout
+from forge_jax.models.lora import adapters_layout, described, trained_of
 from forge_jax.models.transformer import Ready
 from forge_jax.sharding import LENT, WORK, cuts, spec
 from forge_jax.trees import Param, is_param
+
+NO_ADAPTERS = LoraConfig()
 
 
 def over(mesh: Mesh | None, *axes: str) -> Axes:
@@ -29,34 +34,54 @@ def over(mesh: Mesh | None, *axes: str) -> Axes:
     return tuple(axis for axis in axes if mesh is not None and mesh.shape[axis] > 1)
 
 
-def ready(model: ModelConfig, dtype: Any, mesh: Mesh | None) -> Ready:
-    """How a rank of `mesh`, inside `mapped`, comes by weights of `dtype`; on one device they
-    are cast alone.
+def ready(
+    model: ModelConfig, dtype: Any, mesh: Mesh | None, lora: LoraConfig = NO_ADAPTERS
+) -> Ready:
+    """How a rank of `mesh`, inside `mapped`, comes by weights of `dtype`, adapters beside them; on
+    one device they are cast alone.
 
     Raises UserError where the mesh does not suit the model.
     """
-    described = layout(model)
+    whole = layout(model)
+    pairs = adapters_layout(model, lora)["layers"] if lora.rank else {}
     check(model, mesh)
 
     def one(name: str, param: Param, weight: Array, stacked: int) -> Array:
         axes, dim = _lent(param, mesh, stacked)
         return weights(weight, axes, dim, weight.dtype if name in UNROUNDED else dtype)
 
+    def side(param: Param, held: Array) -> Array:
+        x = one("", param, held, 1)
+        if mesh is None or ("tensor",) in cuts(param, mesh):
+            return x
+        return enter(x, over(mesh, "tensor"))  # each rank goes on with its part of the other side
+
+    def beside(name: str, stored: Adapted) -> Adapted:
+        return replace(
+            stored,
+            weight=one(name, whole["layers"][name], stored.weight, 1),
+            a=side(pairs[name]["a"], stored.a),
+            b=side(pairs[name]["b"], stored.b),
+        )
+
     def all_of(params: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
         """Those of one layer, of `params` that are stacked."""
-        return {
-            name: one(name, params[name], weight, 1)
-            if is_param(params[name])
-            else all_of(params[name], weight)
-            for name, weight in stored.items()
-        }
+        made: dict[str, Any] = {}
+        for name, weight in stored.items():
+            if isinstance(weight, Adapted):
+                made[name] = beside(name, weight)
+            elif is_param(params[name]):
+                made[name] = one(name, params[name], weight, 1)
+            else:
+                made[name] = all_of(params[name], weight)
+        return made
 
     expert = over(mesh, "expert") if model.experts else ()
     return Ready(
         cut=Cut(tensor=over(mesh, "tensor"), expert=expert),
-        layer=partial(all_of, described["layers"]),
-        module=partial(all_of, described.get("mtp", {})),
-        top=lambda name, weight: one(name, described[name], weight, 0),
+        layer=partial(all_of, whole["layers"]),
+        module=partial(all_of, whole.get("mtp", {})),
+        top=lambda name, weight: one(name, whole[name], weight, 0),
         lent=mesh is not None,
     )
 
@@ -81,12 +106,21 @@ def check(model: ModelConfig, mesh: Mesh | None) -> None:
             raise UserError(f"mesh.{axis}={ranks} does not divide the model's {name}={size}")
 
 
-def specs(model: ModelConfig, mesh: Mesh) -> Any:
-    """How parameters and their gradients are cut."""
-    return jax.tree.map(lambda p: spec(p, mesh), layout(model), is_leaf=is_param)
+def specs(model: ModelConfig, mesh: Mesh, lora: LoraConfig = NO_ADAPTERS) -> Any:
+    """How parameters are cut, adapters beside them."""
+    return _cut(described(model, lora), mesh)
 
 
-def summed(grads: Any, model: ModelConfig, mesh: Mesh) -> Any:
+def trained_specs(model: ModelConfig, mesh: Mesh, lora: LoraConfig = NO_ADAPTERS) -> Any:
+    """How what is trained, and its gradients, are cut."""
+    return _cut(trained_of(described(model, lora)), mesh)
+
+
+def _cut(params: Any, mesh: Mesh) -> Any:
+    return jax.tree.map(lambda p: spec(p, mesh), params, is_leaf=is_param)
+
+
+def summed(grads: Any, model: ModelConfig, mesh: Mesh, lora: LoraConfig = NO_ADAPTERS) -> Any:
     """Gradients summed over the ranks with other tokens that hold the same part of a weight;
     those that were lent it are in the sum already."""
 
@@ -95,7 +129,7 @@ def summed(grads: Any, model: ModelConfig, mesh: Mesh) -> Any:
         return total(g, tuple(axis for axis in over(mesh, *WORK) if axis not in held))
 
     with jax.named_scope(LENDING):
-        return jax.tree.map(one, layout(model), grads, is_leaf=is_param)
+        return jax.tree.map(one, trained_of(described(model, lora)), grads, is_leaf=is_param)
 
 
 def total(x: Array, axes: Axes) -> Array:

@@ -20,7 +20,9 @@ from rich.progress import Progress
 
 from forge_jax.agents.sources import TaskSource
 from forge_jax.config import TrainConfig, UserError
+from forge_jax.models.hf_lora import export_adapter
 from forge_jax.models.load import LoadedModel
+from forge_jax.models.lora import merge, tuned
 from forge_jax.rl.checkpoint import Checkpoints
 from forge_jax.rl.collect import Collector
 from forge_jax.rl.evaluate import Evaluation, evaluate, held_out
@@ -93,11 +95,12 @@ def train(
 
 async def play(run: Run, start: Start) -> dict[str, Any]:
     """Everything that needs agents: evaluation, reinforcement learning, evaluation."""
-    params = start.state.params  # the engine's copy is taken before the first update
+    # The engine's copy is taken before the first update.
+    params = merge(tuned(start.base, start.state.params), run.cfg.lora)
     async with serving(run.model, params, start.step, run.cfg.rollout, run.device) as up:
         collector = new_collector(run, up)
         keeper = await opened(run, up, start, collector)
-        await reinforce(
+        state = await reinforce(
             start.state,
             first=start.step + 1,
             cfg=run.cfg,
@@ -106,9 +109,18 @@ async def play(run: Run, start: Start) -> dict[str, Any]:
             engine=up.engine,
             device=run.device,
             on_step=keeper.keep,
+            base=start.base,
         )
         after = await evaluation(run, up, "evaluation after")
+    if run.cfg.lora.rank:
+        said = (state.params, run.cfg.lora, base_name(run.cfg.model))
+        export_adapter(run.folder / "adapter", run.model.cfg, *said)
     return summary_of(run, keeper, after)
+
+
+def base_name(model: str) -> str:
+    """What an adapter says of its base: where the folder is, or the name of the preset."""
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
 async def opened(run: Run, up: Serving, start: Start, collector: Collector) -> "Keeper":

@@ -8,11 +8,15 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
 from rich.progress import Progress
 
 from forge_jax.config import TrainConfig, UserError
-from forge_jax.models.layout import layout
+from forge_jax.models.layout import draw, layout
 from forge_jax.models.load import LoadedModel
+from forge_jax.models.lora import adapters_layout
 from forge_jax.models.mtp import grown
 from forge_jax.rl.balance import check_model
 from forge_jax.rl.checkpoint import Checkpoints
@@ -24,6 +28,7 @@ from forge_jax.rl.warm import warm_start
 from forge_jax.sharding import mesh_from, put, shardings
 
 WARM_CHECKPOINT_EVERY = 100  # steps of the warm start
+ADAPTERS = 0x6C6F  # folded into the seed of fresh adapters, apart from that of the model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +37,7 @@ class Start:
 
     step: int  # updates done
     state: TrainState
+    base: Any  # what adapters are trained beside; None where the model is trained
     totals: Totals
     cursors: dict[str, Any] | None  # of the collector; None at a fresh start
 
@@ -56,21 +62,32 @@ def beginning(
     Consumes the weights of `model`. Raises UserError if there are fewer devices than the mesh
     wants, or a checkpoint cannot be read.
     """
-    params = put(model.params, shardings(layout(model.cfg), mesh_from(cfg.mesh)))
+    base, params = placed(cfg, model, mesh_from(cfg.mesh))
     step = checkpoints.latest()
     if step is None:
-        params = warm_params(cfg, model, params, folder, bars)
+        params = warm_params(cfg, model, params, base, folder, bars)
         state = create(params, cfg.optim)
-        return Start(step=0, state=state, totals=Totals(), cursors=None)
+        return Start(step=0, state=state, base=base, totals=Totals(), cursors=None)
     state, host = checkpoints.restore(step, create(params, cfg.optim))
     totals = Totals(**host["totals"])
-    return Start(step=step, state=state, totals=totals, cursors=host["cursors"])
+    return Start(step=step, state=state, base=base, totals=totals, cursors=host["cursors"])
+
+
+def placed(cfg: TrainConfig, model: LoadedModel, mesh: Mesh) -> tuple[Any, Any]:
+    """On `mesh` the frozen base, None without adapters, and what is trained, fresh."""
+    params = put(model.params, shardings(layout(model.cfg), mesh))
+    if not cfg.lora.rank:
+        return None, params
+    described = adapters_layout(model.cfg, cfg.lora)
+    key = jax.random.fold_in(jax.random.key(cfg.seed), ADAPTERS)
+    dtype = jnp.promote_types(params["embed"].dtype, jnp.float32)
+    return params, put(draw(described, key, dtype), shardings(described, mesh))
 
 
 def warm_params(
-    cfg: TrainConfig, model: LoadedModel, params: Any, folder: Path, bars: Progress
+    cfg: TrainConfig, model: LoadedModel, params: Any, base: Any, folder: Path, bars: Progress
 ) -> Any:
-    """`params` after the supervised phase, which has checkpoints of its own."""
+    """`params`, beside `base`, after the supervised phase, which has checkpoints of its own."""
     state, first = create(params, cfg.warm.optim), 1
     with closing(Checkpoints(folder / "warm", keep=1)) as checkpoints:
         latest = checkpoints.latest()
@@ -91,6 +108,7 @@ def warm_params(
             cfg=cfg,
             step_cfg=step_config(cfg, model, warm=True),
             on_step=on_step,
+            base=base,
         )
     return state.params
 
@@ -108,4 +126,5 @@ def step_config(cfg: TrainConfig, model: LoadedModel, warm: bool) -> StepConfig:
         dtype=cfg.dtype,
         mtp=cfg.mtp,
         moe=cfg.moe,
+        lora=cfg.lora,
     )

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 
 from forge_jax.attention.plan import executed_pairs
 from forge_jax.config import OptimConfig
+from forge_jax.models.lora import trained_of, tuned, with_trained
 from forge_jax.rl import balance, carry
 from forge_jax.rl.forward import (
     Batch,
@@ -73,16 +74,16 @@ def differentiate(
     """Gradient of a micro-batch's share of the loss, its metrics, and per occurrence the
     log-prob and the term ``weight * loss``.
 
-    The share is the sum of the terms over `denominator`; gradients are in the dtype of
-    `params`.
+    The share is the sum of the terms over `denominator`; gradients are of what is trained of
+    `params`, and in its dtype.
 
     `mesh` is that of the enclosing map over all its ranks, see `forge_jax.rl.parallel`: `batch`
     is then this rank's part of a micro-batch, `params` its part of the parameters, and
     gradients are summed over the ranks among which these parts are lent, and over no others.
     """
 
-    def objective(params: Any) -> tuple[jax.Array, tuple[Metrics, jax.Array, jax.Array]]:
-        found = occurrences(params, batch, cfg, mesh)
+    def objective(trained: Any) -> tuple[jax.Array, tuple[Metrics, jax.Array, jax.Array]]:
+        found = occurrences(with_trained(params, trained), batch, cfg, mesh)
         share, (metrics, logp, terms) = share_of_loss(
             found.logp, found.entropy, batch, denominator, cfg
         )
@@ -94,7 +95,7 @@ def differentiate(
             share, metrics = share + more, replace(metrics, load=load)
         return share, (metrics, logp, terms)
 
-    grads, beside = jax.grad(objective, has_aux=True)(params)
+    grads, beside = jax.grad(objective, has_aux=True)(trained_of(params))
     return grads, *beside
 
 
@@ -190,10 +191,12 @@ def update(
     parts: Sequence[MicroBatch],
     cfg: StepConfig,
     gather: Callable[[Any, Sequence[MicroBatch], StepConfig], Gathered] = gather,
+    base: Any = None,
 ) -> tuple[TrainState, Updated]:
     """One update of `state`, which it consumes, from the micro-batches of a step.
 
-    `gather` sums their gradients. Without a trained occurrence nothing is stepped: `state`
+    `gather` sums their gradients. With a `base`, which stays as it is, `state` is of its
+    adapters. Without a trained occurrence nothing is stepped: `state`
     comes back as it is.
     """
     if not any(forest_of(part).n_occurrences for part in parts):
@@ -206,7 +209,7 @@ def update(
             index=np.zeros(0, np.int64),
             seconds=0.0,
         )
-    found = gather(state.params, parts, cfg)
+    found = gather(tuned(base, state.params), parts, cfg)
     state, norm = apply(state, found.grads, cfg.optim)
     if cfg.moe.balance == "bias":
         state = replace(state, params=balance.shift(state.params, found.metrics.load, cfg.moe.rate))

@@ -29,8 +29,10 @@ def warm_start(
     cfg: TrainConfig,
     step_cfg: StepConfig,
     on_step: Callable[[int, TrainState, Updated], None],
+    base: Any = None,
 ) -> TrainState:
-    """Steps `first` to `cfg.warm.steps` of imitation; `on_step` is called after each."""
+    """Steps `first` to `cfg.warm.steps` of imitation; `on_step` is called after each. With a
+    `base` its adapters are trained."""
 
     def plan(step: int) -> list[MicroBatch]:
         samples = scripted_samples(cfg.task, chat, cfg.warm.batch, cfg.seed, step)
@@ -38,7 +40,7 @@ def warm_start(
 
     steps = range(first, cfg.warm.steps + 1)
     for step, trees in zip(steps, prefetch(plan, steps), strict=True):
-        state, done = update(state, trees, step_cfg)
+        state, done = update(state, trees, step_cfg, base)
         on_step(step, state, done)
     return state
 
