@@ -18,11 +18,12 @@ from rich.console import Console
 from experiments.command import command
 from experiments.models import resolve
 from forge_jax.agents.families import family_of
-from forge_jax.config import EvalConfig, RolloutConfig, UserError, check, load
+from forge_jax.config import EvalConfig, MeshConfig, RolloutConfig, UserError, check, load
 from forge_jax.rl.evaluate import Evaluation, NothingPlayed, evaluate, held_out
 from forge_jax.rl.play import Player, remote_episode
 from forge_jax.rl.report import progress
 from forge_jax.rl.serving import serving, shared_client
+from forge_jax.sharding import mesh_from
 from forge_jax.types import Episode, Task
 
 
@@ -39,6 +40,7 @@ class Config:
     episode_seconds: float = 60.0
     url: str | None = None  # OpenAI-compatible endpoint, ending in /v1
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)  # that a model served here runs on
 
     def __post_init__(self) -> None:
         # The limits are those of an evaluation during training.
@@ -70,7 +72,7 @@ def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
 
 async def here(cfg: Config) -> Evaluation:
     """The model served by this process."""
-    model = resolve(cfg.model, cfg.seed)
+    model = resolve(cfg.model, cfg.seed, mesh=mesh_from(cfg.mesh))
     with ThreadPoolExecutor(1, "device") as device:
         async with serving(model, model.params, 0, cfg.rollout, device) as up:
             player = Player(

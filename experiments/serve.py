@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from experiments.command import command
-from forge_jax.config import RolloutConfig, UserError, check, load
+from forge_jax.config import MeshConfig, RolloutConfig, UserError, check, load
 from forge_jax.gateway.config import GatewayConfig
 from forge_jax.gateway.gateway import Gateway
 from forge_jax.models.chat import Chat, built_in
@@ -68,6 +68,7 @@ class Config:
     admin_key: str | None = None  # None: generated, and written to a file
     seed: int = 0  # initialises a preset, and draws the seeds of requests without one
     rollout: Sizes = field(default_factory=Sizes)
+    mesh: MeshConfig = field(default_factory=MeshConfig)  # that the real engine runs on
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
 
     def __post_init__(self) -> None:
@@ -134,9 +135,10 @@ async def real_engine(cfg: Config) -> AsyncIterator[tuple[Engine, Chat, str]]:
     """A compiled rollout engine on the model; its fault ends the block."""
     from experiments.models import resolve
     from forge_jax.rollout.engine import RolloutEngine
+    from forge_jax.sharding import mesh_from
 
     assert cfg.model is not None
-    model = resolve(cfg.model, cfg.seed)
+    model = resolve(cfg.model, cfg.seed, mesh=mesh_from(cfg.mesh))
     sizes = cfg.rollout.of(model.cfg.max_context)
     if sizes.context > model.cfg.max_context:
         raise UserError(

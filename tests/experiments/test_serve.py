@@ -100,9 +100,10 @@ def test_a_scripted_server(tmp_path: Path) -> None:
         assert not os.path.exists(key_file)
 
 
-def test_a_real_server() -> None:
+@pytest.mark.parametrize("mesh", [(), ("mesh.data=2", "mesh.tensor=2")], ids=["one", "mesh"])
+def test_a_real_server(mesh: tuple[str, ...]) -> None:
     options = ("model=quick", "admin_key=secret", "rollout.slots=2", "rollout.context=32")
-    with serving(*options) as (ready, process):
+    with serving(*options, *mesh) as (ready, process):
         assert set(ready) == {"url", "model", "ready"}
         with OpenAI(base_url=f"{ready['url']}/v1", api_key="k", max_retries=0) as client:
             ask: dict[str, Any] = {
@@ -159,6 +160,7 @@ def test_a_server_that_is_stopped_before_it_is_ready_leaves_nothing(
         ("nokey=1", "nokey"),
         ("+nokey=1 model=quick", "nokey=1"),
         ("port=99999 model=quick", "port=99999"),
+        ("model=quick mesh.data=9", "mesh data=9 needs 9 devices, found 8"),
     ],
 )
 def test_mistakes_exit_with_2_and_name_the_key(arguments: str, named: str) -> None:
