@@ -1,70 +1,17 @@
-"""Frozen, validated configurations, and the strict loader that builds them from mappings."""
+"""Frozen, validated configurations; `load` builds them from mappings."""
 
-import dataclasses
-import types
-import typing
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
-T = TypeVar("T")
+from forge_jax.loading import UserError as UserError
+from forge_jax.loading import check as check
+from forge_jax.loading import load as load
+from forge_jax.parts import ADAPTABLE as ADAPTABLE
+from forge_jax.parts import LoraConfig as LoraConfig
+from forge_jax.parts import MoeConfig as MoeConfig
+from forge_jax.parts import MtpConfig as MtpConfig
+
 REMAT = ("none", "block", "attention", "offload")  # see `forge_jax.models.remat`
 DTYPES = ("float32", "bfloat16")  # that layers are computed in
-
-
-class UserError(ValueError):
-    """The caller's mistake: one line that names the key or field and the value.
-
-    Commands print it and exit with status 2.
-    """
-
-
-def load(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> T:
-    """Builds the frozen dataclass `cls`; lists become tuples, nested mappings dataclasses.
-
-    Raises UserError on an unknown or missing key, a value of the wrong type, or a
-    value that the class itself refuses.
-    """
-    hints = typing.get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    for key in mapping:
-        if key not in fields:
-            known = ", ".join(sorted(fields))
-            raise UserError(f"unknown key {path}{key}={mapping[key]!r}; known: {known}")
-    values = {k: _convert(hints[k], v, f"{path}{k}") for k, v in mapping.items()}
-    for name, f in fields.items():
-        required = f.default is f.default_factory is dataclasses.MISSING
-        if required and name not in values:
-            raise UserError(f"missing key {path}{name}")
-    try:
-        return cls(**values)
-    except ValueError as error:
-        raise UserError(f"{path.rstrip('.') or cls.__name__}: {error}") from error
-
-
-def _convert(hint: Any, value: Any, path: str) -> Any:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in args:
-            return None
-        hint = next(a for a in args if a is not type(None))
-        return _convert(hint, value, path)
-    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
-        return load(typing.cast(type, hint), value, f"{path}.")
-    if origin is tuple and isinstance(value, list | tuple):
-        return tuple(_convert(args[0], v, f"{path}[{i}]") for i, v in enumerate(value))
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    wanted = origin or hint
-    if not isinstance(value, wanted) or (isinstance(value, bool) and hint is not bool):
-        raise UserError(f"{path}={value!r} must be {getattr(hint, '__name__', hint)}")
-    return value
-
-
-def check(condition: bool, message: str) -> None:
-    """Raises ValueError with `message` unless `condition` holds; for `__post_init__`."""
-    if not condition:
-        raise ValueError(message)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,71 +159,6 @@ class MeshConfig:
     def places(self) -> int:
         """Micro-batches computed at once."""
         return self.slice * self.data * self.fsdp * self.expert
-
-
-@dataclass(frozen=True, kw_only=True)
-class MtpConfig:
-    """Multi-token prediction modules, trained beside the policy on what it says itself."""
-
-    depth: int = 0  # modules to give to a model that has none
-    weight: float = 0.0  # λ of each module's loss; 0: modules are not trained
-    top_k: int = 64  # likeliest words of the policy that are matched one by one
-    decay: float = 0.0  # η: by exp(-η α) the loss turns from the divergence to 1 - α
-
-    def __post_init__(self) -> None:
-        check(self.depth >= 0, f"depth={self.depth} must be >= 0")
-        check(self.weight >= 0, f"weight={self.weight} must be >= 0")
-        check(self.top_k >= 1, f"top_k={self.top_k} must be at least 1")
-        check(self.decay >= 0, f"decay={self.decay} must be >= 0")
-        check(
-            self.depth == 0 or self.weight > 0,
-            f"depth={self.depth} adds modules that weight={self.weight} would not train",
-        )
-
-
-ADAPTABLE = ("q", "k", "v", "o", "gate", "up", "down")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraConfig:
-    """Low-rank adapters, trained in place of the model, which stays as it is."""
-
-    rank: int = 0  # 0: no adapters, the model is trained
-    alpha: float = 16.0  # what adapters add counts alpha / rank
-    targets: tuple[str, ...] = ADAPTABLE  # matrices of every layer that have one
-
-    def __post_init__(self) -> None:
-        check(self.rank >= 0, f"rank={self.rank} must be >= 0")
-        check(self.alpha > 0, f"alpha={self.alpha} must be > 0")
-        known = ", ".join(ADAPTABLE)
-        for name in self.targets:
-            check(name in ADAPTABLE, f"targets={name!r} must be some of {known}")
-        check(
-            len(set(self.targets)) == len(self.targets) > 0,
-            f"targets={self.targets} must be one or more, each once",
-        )
-
-    @property
-    def scale(self) -> float:
-        """What the product of an adapter's two matrices is multiplied by."""
-        return self.alpha / self.rank
-
-
-@dataclass(frozen=True, kw_only=True)
-class MoeConfig:
-    """How experts are kept busy alike."""
-
-    balance: str = "none"  # none | bias, which the model's routers must have | aux, a loss
-    rate: float = 0.0  # change of a bias by an update; coefficient of the loss
-
-    def __post_init__(self) -> None:
-        known = ("none", "bias", "aux")
-        check(self.balance in known, f"balance={self.balance} must be one of {', '.join(known)}")
-        check(
-            self.rate > 0 if self.balance != "none" else self.rate == 0,
-            f"rate={self.rate} must be {'> 0' if self.balance != 'none' else '0'} "
-            f"where balance={self.balance}",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

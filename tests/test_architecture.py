@@ -8,7 +8,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {
     "types": set(),
-    "config": set(),
+    "loading": set(),
+    "parts": {"loading"},
+    "config": {"loading", "parts"},
     "trees": set(),
     "sharding": {"config", "trees"},
     "collectives": set(),
@@ -23,7 +25,7 @@ MAY_IMPORT = {
         "gateway", "agents", "sched",
     },
 }  # fmt: skip
-JAX_FREE = {"types", "config", "gateway", "agents", "sched"}
+JAX_FREE = {"types", "loading", "parts", "config", "gateway", "agents", "sched"}
 
 
 def modules() -> list[Path]:

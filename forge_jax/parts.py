@@ -1,0 +1,69 @@
+"""Configurations of what is trained beside a model, in place of it, and of its experts."""
+
+from dataclasses import dataclass
+
+from forge_jax.loading import check
+
+ADAPTABLE = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpConfig:
+    """Multi-token prediction modules, trained beside the policy on what it says itself."""
+
+    depth: int = 0  # modules to give to a model that has none
+    weight: float = 0.0  # λ of each module's loss; 0: modules are not trained
+    top_k: int = 64  # likeliest words of the policy that are matched one by one
+    decay: float = 0.0  # η: by exp(-η α) the loss turns from the divergence to 1 - α
+
+    def __post_init__(self) -> None:
+        check(self.depth >= 0, f"depth={self.depth} must be >= 0")
+        check(self.weight >= 0, f"weight={self.weight} must be >= 0")
+        check(self.top_k >= 1, f"top_k={self.top_k} must be at least 1")
+        check(self.decay >= 0, f"decay={self.decay} must be >= 0")
+        check(
+            self.depth == 0 or self.weight > 0,
+            f"depth={self.depth} adds modules that weight={self.weight} would not train",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters, trained in place of the model, which stays as it is."""
+
+    rank: int = 0  # 0: no adapters, the model is trained
+    alpha: float = 16.0  # what adapters add counts alpha / rank
+    targets: tuple[str, ...] = ADAPTABLE  # matrices of every layer that have one
+
+    def __post_init__(self) -> None:
+        check(self.rank >= 0, f"rank={self.rank} must be >= 0")
+        check(self.alpha > 0, f"alpha={self.alpha} must be > 0")
+        known = ", ".join(ADAPTABLE)
+        for name in self.targets:
+            check(name in ADAPTABLE, f"targets={name!r} must be some of {known}")
+        check(
+            len(set(self.targets)) == len(self.targets) > 0,
+            f"targets={self.targets} must be one or more, each once",
+        )
+
+    @property
+    def scale(self) -> float:
+        """What the product of an adapter's two matrices is multiplied by."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeConfig:
+    """How experts are kept busy alike."""
+
+    balance: str = "none"  # none | bias, which the model's routers must have | aux, a loss
+    rate: float = 0.0  # change of a bias by an update; coefficient of the loss
+
+    def __post_init__(self) -> None:
+        known = ("none", "bias", "aux")
+        check(self.balance in known, f"balance={self.balance} must be one of {', '.join(known)}")
+        check(
+            self.rate > 0 if self.balance != "none" else self.rate == 0,
+            f"rate={self.rate} must be {'> 0' if self.balance != 'none' else '0'} "
+            f"where balance={self.balance}",
+        )
