@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh
 
 Axes = tuple[str, ...]
 # Named scope of what weights and their gradients travel in, for profiles and `experiments.plan`.
@@ -21,10 +22,15 @@ LENDING = "weights"
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """The axes of the enclosing `shard_map` over which a model is computed in parts."""
+    """The axes of the enclosing `shard_map` over which a model is computed in parts.
+
+    Without one, where the compiler cuts what is computed, it cannot cut experts: over the mesh
+    `spread` these are mapped by themselves.
+    """
 
     tensor: Axes = ()  # heads, hidden units and vocabulary; tokens are the same on all ranks
     expert: Axes = ()  # experts; each rank has tokens of its own
+    spread: Mesh | None = None
 
 
 UNCUT = Cut()

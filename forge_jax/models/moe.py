@@ -4,16 +4,19 @@ Hidden states flow in; outputs of the same shape flow out, and how the tokens we
 No token is dropped: what one token gets does not depend on the tokens beside it.
 """
 
+import math
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from forge_jax.collectives import Cut, enter, leave, shared_sum, whole
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.experts import Experts, mixture
 from forge_jax.models.layers import accumulator
+from forge_jax.sharding import WORK
 from forge_jax.trees import pytree
 
 
@@ -45,8 +48,11 @@ def feed_forward(
     given = None if routes is None else routes.reshape(-1, routes.shape[-1])
     often = jnp.ones(len(flat)) if multiplicity is None else multiplicity.reshape(-1)
     score, experts, weight = route(flat, layer, cfg, given)
-    x_in, weight = enter(flat, cut.tensor), enter(weight, cut.tensor)
-    y = leave(_experts(x_in, experts, weight, layer, cut, implementation), cut.tensor)
+    if cut.spread is not None:
+        y = _spread(flat, experts, weight, layer, cut.spread, implementation)
+    else:
+        x_in, weight = enter(flat, cut.tensor), enter(weight, cut.tensor)
+        y = leave(_experts(x_in, experts, weight, layer, cut, implementation), cut.tensor)
     # A comparison that is reduced as it is made, where a scatter would go one by one.
     chose = experts[..., None] == jnp.arange(cfg.experts)[None, None]
     share = score / jnp.sum(score, axis=-1, keepdims=True)
@@ -98,3 +104,32 @@ def _experts(
         experts = experts - jax.lax.axis_index(cut.expert) * len(local.gate)
     y = mixture(x, experts, weight, local, implementation=implementation)
     return shared_sum(y, cut.expert)
+
+
+def _spread(
+    x: Float[Array, "T E"],
+    experts: Int[Array, "T k"],
+    weight: Float[Array, "T k"],
+    layer: Mapping[str, Array],
+    mesh: Mesh,
+    implementation: str,
+) -> Float[Array, "T E"]:
+    """Every rank of `mesh` has its experts, and its share of their hidden units, go over the
+    tokens of those that hold others: tokens travel, experts do not."""
+    number, _, units = layer["gate"].shape
+    expert = "expert" if number % mesh.shape["expert"] == 0 else None
+    tensor = "tensor" if units % mesh.shape["tensor"] == 0 else None
+    sums = tuple(axis for axis in (expert, tensor) if axis)
+    apart = tuple(axis for axis in WORK if axis != "expert")
+    tokens = jax.P(apart if len(x) % math.prod(mesh.shape[axis] for axis in apart) == 0 else None)
+
+    def rank(x: Array, experts: Array, weight: Array, *local: Array) -> Array:
+        if expert:
+            experts = experts - jax.lax.axis_index(expert) * len(local[0])
+        y = mixture(x, experts, weight, Experts(*local), implementation=implementation)
+        return leave(y, sums)
+
+    up, down = jax.P(expert, None, tensor), jax.P(expert, tensor)
+    specs = (tokens, tokens, tokens, up, up, down)
+    mapped = jax.shard_map(rank, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False)
+    return mapped(x, experts, weight, layer["gate"], layer["up"], layer["down"])

@@ -7,7 +7,7 @@ made of them, the part whose recomputation costs most on long contexts. "offload
 residual stream, in the memory of the host.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -46,7 +46,7 @@ def remembering(
 
 def _policy(remat: str) -> Callable[..., Any] | None:
     if remat == "none":
-        return lambda primitive, *_, **__: primitive.name not in MOVES
+        return lambda primitive, *_, **params: not _moves(primitive.name, params)
     if remat == "attention":
         return policies.save_only_these_names("attention")
     if remat == "offload":
@@ -57,3 +57,11 @@ def _policy(remat: str) -> Callable[..., Any] | None:
             offload_dst="pinned_host",
         )
     return None
+
+
+def _moves(name: str, params: Mapping[str, Any]) -> bool:
+    """Whether an operation moves values alone; one with a backward pass of its own, if all that
+    it consists of does."""
+    if name == "custom_vjp_call":
+        return all(_moves(e.primitive.name, e.params) for e in params["call_jaxpr"].eqns)
+    return name in MOVES

@@ -12,8 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key
 
+from forge_jax.collectives import Cut
 from forge_jax.models import layout, transformer
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.moe import Routing
@@ -54,7 +56,7 @@ def empty_slots(size: int) -> Slots:
     )
 
 
-@partial(jax.jit, static_argnames=("cfg", "routes"), donate_argnames=("cache", "slots"))
+@partial(jax.jit, static_argnames=("cfg", "routes", "mesh"), donate_argnames=("cache", "slots"))
 def prefill(
     params: dict[str, Any],
     cache: Any,
@@ -63,18 +65,22 @@ def prefill(
     *,
     cfg: ModelConfig,
     routes: bool = False,
+    mesh: Mesh | None = None,
 ) -> tuple[Any, Slots, Sampled]:
     """Reads R prompts into their slots and samples the first token of each.
 
     `packed` is laid out by `packets.pack_prefill`; a row whose slot does not exist is padding.
-    With `routes` the experts of all tokens come out too.
+    With `routes` the experts of all tokens come out too. `mesh`, of Auto axes, is that of the
+    arrays.
     """
     traces["prefill"] += 1
     header, tokens = packed[:, : packets.HEADER], packed[:, packets.HEADER :]
     slot, length = header[:, packets.SLOT], header[:, packets.LENGTH]
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     attend = prefill_attend(slot)
-    h, cache, routing = transformer.hidden(params, tokens, positions, attend, cfg, cache)
+    h, cache, routing = transformer.hidden(
+        params, tokens, positions, attend, cfg, cache, ready=_ready(mesh)
+    )
     h = jnp.take_along_axis(h, (length - 1)[:, None, None], axis=1)[:, 0]
     newest = jnp.take_along_axis(tokens, (length - 1)[:, None], axis=1)[:, 0]
     rows, result = _draw(transformer.logits(params, h, cfg), _admitted(header, newest))
@@ -82,7 +88,9 @@ def prefill(
     return cache, slots, Sampled(result, _recorded(routing, cfg) if routes else None)
 
 
-@partial(jax.jit, static_argnames=("cfg", "steps", "routes"), donate_argnames=("cache", "slots"))
+@partial(
+    jax.jit, static_argnames=("cfg", "steps", "routes", "mesh"), donate_argnames=("cache", "slots")
+)
 def decode(
     params: dict[str, Any],
     cache: Any,
@@ -91,6 +99,7 @@ def decode(
     cfg: ModelConfig,
     steps: int,
     routes: bool = False,
+    mesh: Mesh | None = None,
 ) -> tuple[Any, Slots, Sampled]:
     """Samples up to `steps` tokens in every active slot, with the experts of those before them
     where `routes` are asked for.
@@ -101,7 +110,7 @@ def decode(
     traces["decode"] += 1
 
     def step(carry: tuple[Any, Slots], _: None) -> tuple[tuple[Any, Slots], Sampled]:
-        cache, slots, result = decode_step(params, *carry, cfg, routes)
+        cache, slots, result = decode_step(params, *carry, cfg, routes, mesh)
         return (cache, slots), result
 
     (cache, slots), results = jax.lax.scan(step, (cache, slots), length=steps)
@@ -109,13 +118,24 @@ def decode(
 
 
 def decode_step(
-    params: dict[str, Any], cache: Any, slots: Slots, cfg: ModelConfig, routes: bool = False
+    params: dict[str, Any],
+    cache: Any,
+    slots: Slots,
+    cfg: ModelConfig,
+    routes: bool = False,
+    mesh: Mesh | None = None,
 ) -> tuple[Any, Slots, Sampled]:
     """Samples one token in every active slot; the row of an idle slot changes nothing."""
     attend = decode_attend(slots.position)
-    h, cache, routing = transformer.hidden(params, slots.token, slots.position, attend, cfg, cache)
+    h, cache, routing = transformer.hidden(
+        params, slots.token, slots.position, attend, cfg, cache, ready=_ready(mesh)
+    )
     slots, result = _draw(transformer.logits(params, h, cfg), slots)
     return cache, slots, Sampled(result, _recorded(routing, cfg) if routes else None)
+
+
+def _ready(mesh: Mesh | None) -> transformer.Ready:
+    return transformer.Ready(cut=Cut(spread=mesh))
 
 
 def _recorded(routing: Routing | None, cfg: ModelConfig) -> Int[Array, "... layers k"]:

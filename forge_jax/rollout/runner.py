@@ -17,7 +17,7 @@ from forge_jax.rollout import programs
 from forge_jax.rollout.cache import cache_sharding, empty_cache
 from forge_jax.rollout.packets import Sampled, buckets, pack_prefill
 from forge_jax.rollout.scheduler import Plan, Results
-from forge_jax.sharding import automatic, replicated
+from forge_jax.sharding import automatic, mesh_of, replicated
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,6 +115,7 @@ class Runner:
             packed,
             cfg=self._cfg,
             routes=self._rollout.routes,
+            mesh=mesh_of(self._weights),
         )
         return result
 
@@ -126,6 +127,7 @@ class Runner:
             cfg=self._cfg,
             steps=self._rollout.decode_steps,
             routes=self._rollout.routes,
+            mesh=mesh_of(self._weights),
         )
         return result
 
