@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
 from forge_jax.collectives import UNCUT, Cut, enter, leave
@@ -23,6 +24,8 @@ from forge_jax.models import moe
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.layers import accumulator, linear, rms_norm, rotate, rotation
 from forge_jax.models.remat import named, remembering
+from forge_jax.sharding import cuts
+from forge_jax.trees import Param
 
 # (q[..., T, H, D], k[..., T, K, D], v[..., T, K, D], layer cache) -> (o[..., T, H, D], layer cache)
 Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
@@ -142,13 +145,14 @@ def block(
     multiplicity: Float[Array, "... T"] | None = None,
 ) -> tuple[Float[Array, "... T E"], tuple[Any, moe.Routing | None]]:
     """One layer: the residual stream after it, its new cache, and how it routed."""
+    h = _beside_weights(h, cut)
     with jax.named_scope("attention"):
         x = enter(rms_norm(h, layer["input_norm"], cfg.norm_eps), cut.tensor)
         q, k, v = (linear(x, layer[name]) for name in ("q", "k", "v"))
         q, k = (rotate(_qk_norm(y, layer, n, cfg, cut), turned) for y, n in ((q, "q"), (k, "k")))
         q, k, v = (named(x, "attention") for x in (q, k, v))
         o, cache = attend(q, k, v, cache)
-        h = h + leave(linear(o, layer["o"], inputs=2), cut.tensor)
+        h = _beside_weights(h + leave(linear(o, layer["o"], inputs=2), cut.tensor), cut)
     with jax.named_scope("feed_forward"):
         x = rms_norm(h, layer["post_norm"], cfg.norm_eps)
         if cfg.experts:
@@ -157,6 +161,16 @@ def block(
         x = enter(x, cut.tensor)
         gated = jax.nn.silu(linear(x, layer["gate"])) * linear(x, layer["up"])
         return h + leave(linear(gated, layer["down"]), cut.tensor), (cache, None)
+
+
+def _beside_weights(h: Float[Array, "... T E"], cut: Cut) -> Array:
+    """The residual stream cut as the sides of weights that it meets are, where the compiler
+    cuts what is computed: it then sums products over ranks and gathers no weight."""
+    if cut.spread is None:
+        return h
+    [axes] = cuts(Param(h.shape[-1:], ("embed",), 0.0), cut.spread)
+    where = NamedSharding(cut.spread, jax.P(*(None,) * (h.ndim - 1), axes or None))
+    return jax.lax.with_sharding_constraint(h, where)
 
 
 def _qk_norm(
