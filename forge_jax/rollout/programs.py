@@ -156,7 +156,8 @@ def publish(
     traces["publish"] += 1
 
     def copied(path: Any, x: Array) -> Array:
-        kept = dtype is None or path[-1].key in layout.UNROUNDED
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        kept = dtype is None or name in layout.UNROUNDED
         # Said outright, so as not to rest on what jit does with outputs that are inputs.
         return jnp.copy(x if kept else x.astype(dtype))
 

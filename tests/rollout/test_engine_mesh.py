@@ -17,7 +17,7 @@ from forge_jax.rollout.cache import cache_sharding, empty_cache
 from forge_jax.rollout.packets import Row, pack_prefill
 from forge_jax.sharding import automatic, make_mesh, mesh_of, replicated, shardings
 
-SLOTS, CONTEXT = 8, 16
+SLOTS, CONTEXT = 4, 16
 DENSE = dataclasses.replace(SMALL, embed=64, head_dim=16)
 EXPERTS = dataclasses.replace(DENSE, family="qwen3_moe", ffn=64, experts=8, experts_per_token=2)
 
