@@ -40,7 +40,7 @@ def programs(
     )
     cache, mesh = ((keys, keys),) * model.layers, where.mesh
     states: Any = abstract.everywhere(jax.eval_shape(lambda: engine.empty_slots(count)), mesh)
-    traced = engine.decode.trace(params, cache, states, cfg=model, steps=1)
+    traced = engine.decode.trace(params, cache, states, cfg=model, steps=1, mesh=mesh)
     names = {"arguments": "weights and cache"}
     return [Program(name="decode", traced=traced, runs=1, beside={}, names=names, partitioned=True)]
 

@@ -102,6 +102,9 @@ def embedded(
 ) -> Float[Array, "... T E"]:
     """Rows of the embedding, whose words may be cut over the tensor axes."""
     table = ready.top("embed", params["embed"])
+    if ready.cut.spread is not None:  # or the compiler gathers the table for cut tokens
+        everywhere = NamedSharding(ready.cut.spread, jax.P())
+        tokens = jax.lax.with_sharding_constraint(tokens, everywhere)
     words = table.shape[0]
     if words == cfg.vocab:
         return table[tokens]
@@ -169,8 +172,10 @@ def _beside_weights(h: Float[Array, "... T E"], cut: Cut) -> Array:
     if cut.spread is None:
         return h
     [axes] = cuts(Param(h.shape[-1:], ("embed",), 0.0), cut.spread)
-    where = NamedSharding(cut.spread, jax.P(*(None,) * (h.ndim - 1), axes or None))
-    return jax.lax.with_sharding_constraint(h, where)
+    if not axes:
+        return h
+    tokens = (jax.P.UNCONSTRAINED,) * (h.ndim - 1)
+    return jax.lax.with_sharding_constraint(h, NamedSharding(cut.spread, jax.P(*tokens, axes)))
 
 
 def _qk_norm(

@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
+from small_policy import MODEL
 
 from forge_jax.config import OptimConfig, UserError
+from forge_jax.models.layout import init, layout
 from forge_jax.rl.checkpoint import Checkpoints
 from forge_jax.rl.state import TrainState, create
 from forge_jax.rl.step import apply
-from forge_jax.sharding import make_mesh
+from forge_jax.sharding import make_mesh, shardings
 
 OPTIM = OptimConfig()
 
@@ -88,4 +90,22 @@ def test_a_checkpoint_of_other_shapes_is_refused(tmp_path: Path) -> None:
     other = create({"w": jnp.zeros((5, 2)), "layers": {"b": jnp.arange(4.0)}}, OPTIM)
     with pytest.raises(UserError, match=r"mu\.w is \(3, 2\) there, \(5, 2\) here"):
         checkpoints.restore(1, other)
+    checkpoints.close()
+
+
+def test_a_state_goes_from_layout_to_layout(tmp_path: Path) -> None:
+    def fresh(seed: int, **axes: int) -> TrainState:
+        where = shardings(layout(MODEL), make_mesh(**axes))
+        return create(jax.device_put(init(MODEL, jax.random.key(seed)), where), OPTIM)
+
+    state = fresh(0, fsdp=8)
+    saved, _ = apply(state, jax.tree.map(jnp.ones_like, state.params), OPTIM)
+    wanted = jax.device_get(saved)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, saved, {})
+    for axes in ({"fsdp": 4, "tensor": 2}, {}):
+        like = fresh(1, **axes)
+        found, _ = checkpoints.restore(1, like)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), wanted)
+        assert jax.tree.all(jax.tree.map(lambda x, y: x.sharding == y.sharding, found, like))
     checkpoints.close()
