@@ -65,12 +65,8 @@ def computed(cfg: StepConfig, axes: dict[str, int]) -> Any:
     return jax.device_get({"grads": found.grads, "metrics": found.metrics.values()})
 
 
-SLOW = ("modules, experts", "adapters, experts")
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_a_mesh_computes_what_one_device_does(case: str) -> None:
     cfg = CASES[case]
     axes = EXPERT_MESH if cfg.model.experts else DENSE_MESH
