@@ -9,6 +9,7 @@ run folder holds plan.json, of all meshes, and plan.png. docs/scale.md tells how
 """
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
 
 def run(cfg: PlanConfig, folder: Path) -> dict[str, Any]:
     """The command's result. Raises UserError naming a bad key."""
-    console = Console(stderr=True, log_path=False)
+    # A file has no width of its own; a mesh should stand on one line of it.
+    console = Console(stderr=True, log_path=False, width=None if sys.stderr.isatty() else 120)
     topology = parse(cfg.topology, cfg.slices)
     model = sizes(cfg.model)
     job = Job(cfg=cfg, model=model, topology=topology, devices=tuple(devices(topology)))

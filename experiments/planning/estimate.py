@@ -19,6 +19,7 @@ from experiments.planning.counting import PASSES, Sent, Work
 from experiments.planning.topology import Topology
 from forge_jax.config import MeshConfig
 from forge_jax.models.config import ModelConfig
+from forge_jax.models.experts import CHUNK
 from forge_jax.models.layout import layout
 from forge_jax.rl.logprob import DEVICE_LOGITS
 from forge_jax.rl.rows import EDGES_GROWTH
@@ -244,6 +245,9 @@ def moved(of: Sizes) -> float:
         weight.used * (2 * b * (1 + of.again) + b + 4 * WIDE) * max(1, weight.layers)
         for weight in of.weights
     )
+    if m.experts:  # all of them for every chunk of rows, their gradients summed up chunk by chunk
+        experts = sum(one.used * one.layers for one in of.weights if one.name in EXPERTS)
+        weights += experts * (6 * b + 4 * WIDE) * max(1.0, t * m.experts_per_token / CHUNK)
     wide = (of.heads + 2 * of.kv_heads) * m.head_dim
     hidden = m.ffn / of.ranks("tensor") * max(1, m.experts_per_token)
     activations = t * m.layers * (2 + of.again) * (12 * m.embed + 8 * wide + 6 * hidden) * b
@@ -275,7 +279,7 @@ def memory(of: Sizes, rounds: int) -> dict[str, float]:
     if not of.again:
         each += 3 * m.embed + wide + 4 * hidden * max(1, m.experts_per_token)
     kept = t * each * b * m.layers
-    logits = min(t * m.vocab / of.ranks("tensor"), DEVICE_LOGITS) * WIDE * 2
+    logits = min(t * m.vocab / of.ranks("tensor"), DEVICE_LOGITS) * WIDE * 8
     # The unembedding and its gradient: summed up, rounded to the dtype of the layers, widened.
     head = of.top * (2 * b + 2 * WIDE) + t * m.embed * 3 * WIDE + logits
     return {

@@ -95,7 +95,7 @@ def _ordered(shape: str, order: str | None) -> np.ndarray:
     """Devices counted up in an array of `shape`, its sides then put in `order`."""
     sides = _numbers(shape)
     counted = np.arange(math.prod(sides)).reshape(sides)
-    return counted.transpose(None if order is None else _numbers(order))
+    return counted if order is None else counted.transpose(_numbers(order))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

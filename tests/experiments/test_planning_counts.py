@@ -8,6 +8,7 @@ import pytest
 
 from experiments.planning.counting import Known, Sent, Work, count
 from experiments.planning.hlo import parse
+from experiments.planning.partitioned import sent
 from experiments.planning.traffic import moved, trips
 
 X = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16)
@@ -115,8 +116,8 @@ def test_collectives_send_what_a_ring_does() -> None:
         ),
         "ppermute": (lambda x: jax.lax.ppermute(x, "a", [(0, 1), (1, 0)]), ("a",), size),
     }  # fmt: skip
-    for kind, (f, axes, sent) in cases.items():
-        assert ranked(f).sent == {Sent(kind, axes, False): sent}
+    for kind, (f, axes, each) in cases.items():
+        assert ranked(f).sent == {Sent(kind, axes, False): each}
 
     def looped(x):
         with jax.named_scope("weights"):
@@ -192,3 +193,55 @@ def test_traffic_of_a_program_by_hand() -> None:
     unknown = parse(PROGRAM.replace("direction=LT", "direction=NE"))
     with pytest.raises(NotImplementedError, match="unknown length: loop"):
         moved(unknown)
+
+
+READS = """HloModule reads
+
+%view (a: f32[100]) -> f32[10,10] {
+  %a = f32[100]{0} parameter(0)
+  ROOT %seen = f32[10,10]{1,0} bitcast(%a)
+}
+
+%total (r0: f32[100], r1: f32[1], r2: s32[]) -> f32[10] {
+  %r0 = f32[100]{0} parameter(0)
+  %r1 = f32[1]{0} parameter(1)
+  %r2 = s32[] parameter(2)
+  %updated = f32[100]{0} dynamic-update-slice(%r0, %r1, %r2)
+  %square = f32[10,10]{1,0} fusion(%updated), kind=kLoop, calls=%view
+  ROOT %sum = f32[10]{0} reduce(%square, %r2), dimensions={1}
+}
+
+ENTRY %main (x: f32[100], y: f32[1], i: s32[]) -> f32[10] {
+  %x = f32[100]{0} parameter(0)
+  %y = f32[1]{0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %out = f32[10]{0} fusion(%x, %y, %i), kind=kInput, calls=%total
+}
+"""
+
+
+def test_what_is_updated_and_read_is_read_whole() -> None:
+    assert moved(parse(READS)) == 400 + 4 + 4 + 40
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes", "ranks"),
+    [
+        ("replica_groups={{0,1,2,3},{4,5,6,7}}", ("b",), 4),
+        ("replica_groups=[2,4]<=[8]", ("b",), 4),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", ("a",), 2),
+        ("replica_groups=[1,8]<=[8]", ("a", "b"), 8),
+        ("replica_groups=mesh['x'=2,'y'=4] {'y'}", ("b",), 4),
+        ("replica_groups=mesh['x'=4,'y'=2], device_ids=([2,4]T(1,0)) {'y'}", ("a",), 2),
+    ],
+)
+def test_groups_of_the_compiler_are_axes(groups: str, axes: tuple[str, ...], ranks: int) -> None:
+    text = f"""HloModule cut
+
+ENTRY %main (x: f32[100]) -> f32[100] {{
+  %x = f32[100]{{0}} parameter(0)
+  ROOT %sum = f32[100]{{0}} all-reduce(%x), channel_id=1, {groups}, to_apply=%add
+}}
+"""
+    mesh = jax.make_mesh((2, 4), ("a", "b"))
+    assert sent(parse(text), mesh) == {Sent("psum", axes, False): 2 * 400 * (ranks - 1) / ranks}
