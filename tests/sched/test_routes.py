@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from synthetic import accidents, agentic
+from synthetic import accidents, agentic, make_sample
 
 from forge_jax.config import PackConfig
 from forge_jax.sched.blocks import block, lay_out
@@ -17,14 +17,14 @@ from forge_jax.types import NO_ROUTE, CarriedTree, Sample, route_dtype
 SHAPE = (3, 2)  # layers, experts of a token
 
 
-def routed(samples: list[Sample], experts: int, seed: int = 0) -> list[Sample]:
+def routed(samples: list[Sample], experts: int, seed: int = 0, apart: float = 0.05) -> list[Sample]:
     """With a route for each token that is a function of its id, but for some tokens."""
     rng = np.random.default_rng(seed)
     table = rng.integers(0, experts, (64, *SHAPE)).astype(route_dtype(experts))
     found = []
     for sample in samples:
         routes = table[sample.tokens]
-        odd = rng.random(len(routes)) < 0.05
+        odd = rng.random(len(routes)) < apart
         routes[odd, rng.integers(SHAPE[0])] = NO_ROUTE
         found.append(replace(sample, routes=routes))
     return found
@@ -93,7 +93,10 @@ def test_keys_differ_where_rows_do() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_multiplicities_add_up_to_the_tokens_of_all_samples(mode: str, seed: int) -> None:
     """However a forest is divided: copies of ancestors count for the samples of their piece."""
-    samples = routed(agentic(seed, vocab=60, rollouts=4, turns=4), experts=40, seed=seed)
+    made = agentic(seed, vocab=60, rollouts=4, turns=4)
+    first = made[0].tokens[:9]  # a sample that ends above the others, where pieces copy it
+    made.append(make_sample(np.random.default_rng(0), first, np.arange(9) > 4))
+    samples = routed(made, experts=40, apart=0)
     total = sum(len(s.tokens) for s in samples)
     forest = merge(samples, mode)
     assert forest.multiplicity.sum() == total
