@@ -58,12 +58,20 @@ async def talk(up: Serving, number: int) -> tuple[Turn, ...]:
 
 
 @pytest.fixture(scope="module")
-def episodes(model: LoadedModel) -> list[Episode]:
+def talks(model: LoadedModel) -> list[tuple[Turn, ...]]:
+    """Conversations held at once, and behind them the first one again, by itself."""
+
     async def play() -> list[tuple[Turn, ...]]:
         with ThreadPoolExecutor(1) as device:
             async with serving(model, model.params, 0, ROLLOUT, device) as up:
-                return await asyncio.gather(*(talk(up, n) for n in range(EPISODES)))
+                together = await asyncio.gather(*(talk(up, n) for n in range(EPISODES)))
+                return [*together, await talk(up, 0)]
 
+    return asyncio.run(play())
+
+
+@pytest.fixture(scope="module")
+def episodes(talks: list[tuple[Turn, ...]]) -> list[Episode]:
     task = Task(family="hop", seed=0)
     return [
         Episode(
@@ -73,7 +81,7 @@ def episodes(model: LoadedModel) -> list[Episode]:
             outcome=Outcome(status=Status.COMPLETED, reward=float(replica)),
             turns=turns,
         )
-        for replica, turns in enumerate(asyncio.run(play()))
+        for replica, turns in enumerate(talks[:EPISODES])
     ]
 
 
@@ -103,6 +111,12 @@ def test_the_engine_records_what_its_router_chose(model, episodes) -> None:
             padded[: len(tokens)] = tokens
             want = np.asarray(chosen(model.params, padded, model.cfg))[: len(tokens) - 1]
             np.testing.assert_array_equal(np.sort(turn.routes[:-1]), np.sort(want))
+
+
+def test_a_request_gets_the_same_bits_whatever_runs_beside_it(talks) -> None:
+    for turn, alone in zip(talks[0], talks[-1], strict=True):
+        for name in ("prompt", "output", "logprobs", "routes"):
+            np.testing.assert_array_equal(getattr(turn, name), getattr(alone, name))
 
 
 def test_calls_of_one_conversation_stay_one_path(model, episodes) -> None:
