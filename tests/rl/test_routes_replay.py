@@ -18,6 +18,7 @@ import pytest
 from experiments.models import resolve
 from forge_jax.attention.reference import reference_attention
 from forge_jax.config import PackConfig, RolloutConfig, UserError
+from forge_jax.models.layout import layout
 from forge_jax.models.load import LoadedModel
 from forge_jax.models.transformer import hidden
 from forge_jax.rl.credit import group_samples
@@ -26,6 +27,7 @@ from forge_jax.rl.serving import Serving, serving
 from forge_jax.rollout.engine import check_model
 from forge_jax.sched.merge import unique_tokens
 from forge_jax.sched.pack import micro_batches
+from forge_jax.sharding import make_mesh, shardings
 from forge_jax.types import NO_ROUTE, Episode, Outcome, PackedTree, Sample, Status, Task, Turn
 
 ROLLOUT = RolloutConfig(slots=4, context=64, prefill_rows=2, decode_steps=3, routes=True)
@@ -117,6 +119,22 @@ def test_a_request_gets_the_same_bits_whatever_runs_beside_it(talks) -> None:
     for turn, alone in zip(talks[0], talks[-1], strict=True):
         for name in ("prompt", "output", "logprobs", "routes"):
             np.testing.assert_array_equal(getattr(turn, name), getattr(alone, name))
+
+
+@pytest.mark.slow
+def test_an_engine_on_a_mesh_routes_as_on_one_device(model, talks) -> None:
+    mesh = make_mesh(fsdp=2, expert=2, tensor=2)
+    cut = jax.device_put(model.params, shardings(layout(model.cfg), mesh))
+
+    async def play() -> tuple[Turn, ...]:
+        with ThreadPoolExecutor(1) as device:
+            async with serving(model, cut, 0, ROLLOUT, device) as up:
+                return await talk(up, 0)
+
+    for turn, found in zip(talks[0], asyncio.run(play()), strict=True):
+        np.testing.assert_array_equal(found.output, turn.output)
+        np.testing.assert_allclose(found.logprobs, turn.logprobs, atol=1e-5)
+        np.testing.assert_array_equal(np.sort(found.routes), np.sort(turn.routes))
 
 
 def test_calls_of_one_conversation_stay_one_path(model, episodes) -> None:
