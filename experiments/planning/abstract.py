@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from forge_jax.attention.tiles import Tiles
 from forge_jax.models.config import ModelConfig
-from forge_jax.models.layout import layout
+from forge_jax.models.layout import UNROUNDED, layout
 from forge_jax.rl.forward import Batch, StepConfig
 from forge_jax.rl.parallel import ROW
 from forge_jax.rl.rows import lay_out
@@ -29,21 +29,25 @@ LISTED = 250_000  # pairs of tiles that a core's scalar memory holds
 
 
 def weights(model: ModelConfig, mesh: Mesh, dtype: Any) -> Any:
-    """Parameters of a model, cut over a mesh."""
+    """Parameters of a model, cut over a mesh; scores of experts are float32 in any case."""
     described = layout(model)
-    return jax.tree.map(
-        lambda param, where: Abstract(param.shape, jnp.dtype(dtype), sharding=where),
-        described,
-        shardings(described, mesh),
-        is_leaf=is_param,
-    )
+
+    def one(path: Any, param: Any, where: Any) -> Abstract:
+        exact = jax.tree_util.keystr(path[-1:], simple=True) in UNROUNDED
+        kind = jnp.dtype(jnp.float32 if exact else dtype)
+        return Abstract(param.shape, kind, sharding=where)
+
+    where = shardings(described, mesh)
+    return jax.tree_util.tree_map_with_path(one, described, where, is_leaf=is_param)
 
 
 def one_layer(stacked: Any) -> Any:
     """The first of stacked parameters, cut as they are."""
 
     def one(x: Abstract) -> Abstract:
-        where = NamedSharding(x.sharding.mesh, jax.P(*x.sharding.spec[1:]))
+        where = x.sharding
+        if isinstance(where, NamedSharding):
+            where = NamedSharding(where.mesh, jax.P(*where.spec[1:]))
         return Abstract(x.shape[1:], x.dtype, sharding=where)
 
     return jax.tree.map(one, stacked)

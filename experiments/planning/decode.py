@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from experiments.planning import abstract, estimate
 from experiments.planning.config import PlanConfig, slots
@@ -21,7 +21,7 @@ from forge_jax.config import MeshConfig
 from forge_jax.models.config import ModelConfig
 from forge_jax.rollout import programs as engine
 from forge_jax.rollout.cache import cache_sharding
-from forge_jax.sharding import automatic
+from forge_jax.sharding import automatic, replicated
 
 
 def programs(
@@ -38,9 +38,18 @@ def programs(
     keys = jax.ShapeDtypeStruct(
         shape, jnp.dtype(cfg.dtype), sharding=cache_sharding(where, model, count)
     )
-    cache, mesh = ((keys, keys),) * model.layers, where.mesh
-    states: Any = abstract.everywhere(jax.eval_shape(lambda: engine.empty_slots(count)), mesh)
-    traced = engine.decode.trace(params, cache, states, cfg=model, steps=1, mesh=mesh)
+    states: Any = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(where)),
+        jax.eval_shape(lambda: engine.empty_slots(count)),
+    )
+    traced = engine.decode.trace(
+        params,
+        ((keys, keys),) * model.layers,
+        states,
+        cfg=model,
+        steps=1,
+        mesh=where.mesh if isinstance(where, NamedSharding) else None,
+    )
     names = {"arguments": "weights and cache"}
     return [Program(name="decode", traced=traced, runs=1, beside={}, names=names, partitioned=True)]
 

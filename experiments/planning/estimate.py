@@ -179,7 +179,7 @@ def work(of: Sizes) -> Work:
         if weight.lent:
             others = 1 - 1 / of.ranks(*weight.lent)
             axes = tuple(sorted(weight.lent))
-            gathers = (1 + of.again if weight.layers else 1) * of.bytes
+            gathers = (2 if weight.layers else 1) * of.bytes  # none is kept for the backward pass
             sent[Sent("all_gather", axes, True)] += uses * weight.used * gathers * others
             sent[Sent("reduce_scatter", axes, True)] += uses * weight.used * WIDE * others
         if weight.copies:

@@ -63,6 +63,8 @@ def _one(x: Instruction, kind: str, inside: Computation, mesh: Mesh) -> dict[Sen
         )
     )
     ranks = math.prod(mesh.shape[axis] for axis in axes)
+    if ranks == 1:
+        return {}
     name, factor = KINDS[kind]
     operands = sum(b.size for name in x.operands for b in inside.instructions[name].buffers)
     largest = max(

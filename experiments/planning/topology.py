@@ -109,7 +109,7 @@ def links(topology: Topology, mesh: Mesh, axes: Iterable[str]) -> float:
     Infinite where `axes` never leave a chip.
     """
     at = tuple(slice(None) if name in set(axes) else 0 for name in mesh.axis_names)
-    coords = np.array([device.coords for device in mesh.devices[at].reshape(-1)])
+    coords = np.array([device.coords for device in np.ravel(mesh.devices[at])])
     steps = [len(set(column)) for column in coords.T[: len(topology.shape)]]
     found = 0
     for step, side in zip(steps, topology.shape, strict=True):

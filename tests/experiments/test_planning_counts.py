@@ -245,3 +245,4 @@ ENTRY %main (x: f32[100]) -> f32[100] {{
 """
     mesh = jax.make_mesh((2, 4), ("a", "b"))
     assert sent(parse(text), mesh) == {Sent("psum", axes, False): 2 * 400 * (ranks - 1) / ranks}
+    assert sent(parse(text.replace(groups, "replica_groups={{0},{1}}")), mesh) == {}
