@@ -96,9 +96,19 @@ def on_mesh(dtype: str, **changes: Any) -> StepConfig:
     return dataclasses.replace(CFG, dtype=dtype, tile=TILE, **changes)
 
 
-@pytest.mark.parametrize("model", [DENSE, EXPERTS], ids=["dense", "experts"])
-@pytest.mark.parametrize("axes", [*ONE_AXIS, *MIXED], ids=str)
-def test_a_mesh_computes_what_one_device_does(axes: dict[str, int], model: ModelConfig) -> None:
+@pytest.mark.parametrize(
+    ("model", "axes"),
+    [
+        pytest.param(model, axes, marks=() if axes in quick else pytest.mark.slow)
+        for model, quick in (
+            (DENSE, [{"fsdp": 8}, {"context": 8}, MIXED[1]]),
+            (EXPERTS, [{"expert": 8}, {"tensor": 2}, MIXED[0]]),
+        )
+        for axes in [*ONE_AXIS, *MIXED]
+    ],
+    ids=lambda x: x.family if isinstance(x, ModelConfig) else str(x),
+)
+def test_a_mesh_computes_what_one_device_does(model: ModelConfig, axes: dict[str, int]) -> None:
     with precision("float64"):
         cfg = on_mesh("float64", model=model, attention="reference")
         assert_close(computed(cfg, axes, trees()), one_device("float64", model), 1e-12)
@@ -117,7 +127,7 @@ def test_float32_on_a_mesh_is_as_near_as_on_one_device(model: ModelConfig) -> No
     assert_close(computed(on_mesh("float32", model=model), MIXED[1], trees()), wanted, 1e-5)
 
 
-@pytest.mark.parametrize("remat", ["block", "attention"])
+@pytest.mark.parametrize("remat", ["block", "attention", "offload"])
 def test_what_is_kept_changes_nothing(remat: str) -> None:
     with precision("float64"):
         cfg = on_mesh("float64", model=EXPERTS, attention="reference", remat=remat)
@@ -266,6 +276,7 @@ def test_carrying_keys_and_cutting_tokens_over_ranks_are_not_mixed_silently() ->
             attempt(params, carried(), CFG)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_keys_are_carried_where_tokens_are_not_cut(model: ModelConfig) -> None:
     """Every place computes the carried tree, and it counts once."""
@@ -300,8 +311,14 @@ def test_logprobs_alone_are_those_of_the_gradient() -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-10)
 
 
-@pytest.mark.parametrize("axes", [{"fsdp": 2, "context": 2}, {"context": 2, "tensor": 2}], ids=str)
-def test_compiles_for_tpus(monkeypatch: pytest.MonkeyPatch, axes: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("axes", "remat"),
+    [({"fsdp": 2, "context": 2}, "attention"), ({"context": 2, "tensor": 2}, "offload")],
+    ids=str,
+)
+def test_compiles_for_tpus(
+    monkeypatch: pytest.MonkeyPatch, axes: dict[str, int], remat: str
+) -> None:
     pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed")
     # Nothing is asked of a cloud, and other processes may compile at the same time.
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
@@ -309,9 +326,7 @@ def test_compiles_for_tpus(monkeypatch: pytest.MonkeyPatch, axes: dict[str, int]
     devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
     mesh = make_mesh(**axes, devices=devices)
     model = dataclasses.replace(MODEL, embed=128, head_dim=128)
-    cfg = StepConfig(
-        model=model, tile=128, attention="mosaic_tpu", dtype="bfloat16", remat="attention"
-    )
+    cfg = StepConfig(model=model, tile=128, attention="mosaic_tpu", dtype="bfloat16", remat=remat)
     [members] = rows([pad(merge(FORESTS[1]), 512, 512, 512)], axes.get("fsdp", 1), cfg)
     row = lay_out(members, axes["context"], cfg)
     params = jax.tree.map(
@@ -321,7 +336,11 @@ def test_compiles_for_tpus(monkeypatch: pytest.MonkeyPatch, axes: dict[str, int]
         is_leaf=is_param,
     )
     batch = jax.tree.map(lambda x: specified(x, NamedSharding(mesh, parallel.ROW)), row.batch)
-    program = parallel.gradients.lower(params, batch, 1.0, cfg, mesh).compile().as_text()
+    compiled = parallel.gradients.lower(params, batch, 1.0, cfg, mesh).compile()
+    program = compiled.as_text()
+    kernels = program.count('custom_call_target="tpu_custom_call"')
     # Forward, and backward for queries and for keys: attention itself is not run again.
-    assert program.count('custom_call_target="tpu_custom_call"') == 3
+    assert kernels == 3 if remat == "attention" else kernels > 3
     assert "reduce-scatter" in program  # of the gradients of keys and values
+    on_host = compiled.memory_analysis().host_temp_size_in_bytes
+    assert (on_host > 0) == (remat == "offload")
