@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from small_policy import MODEL, packed, parameters
 from synthetic import accidents
@@ -64,3 +65,15 @@ def test_what_the_mesh_does_not_divide_is_whole() -> None:
     where = shardings(layout(odd), make_mesh(fsdp=2, tensor=2))
     assert where["layers"]["q"].spec == jax.P(None, "fsdp", None, None)
     assert where["unembed"].spec == jax.P("fsdp", None)
+
+
+def test_a_place_of_the_slice_axis_is_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed")
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    devices = topologies.get_topology_desc("v5e:2x2", platform="tpu", num_slices=2).devices
+    mesh = make_mesh(slice=2, fsdp=2, tensor=2, devices=devices[::-1])
+    of = np.vectorize(lambda device: device.slice_index)(mesh.devices).reshape(2, -1)
+    assert {tuple(set(row)) for row in of.tolist()} == {(0,), (1,)}
+    with pytest.raises(UserError, match="slice=4 needs 4 slices of 1 devices, found 2 of 4"):
+        make_mesh(slice=4, devices=devices)

@@ -15,7 +15,7 @@ from synthetic import accidents, agentic
 from test_step import assert_close, precision, total_length
 
 from forge_jax.attention.plan import executed_pairs
-from forge_jax.config import MeshConfig, PackConfig, UserError
+from forge_jax.config import MeshConfig, MtpConfig, PackConfig, UserError
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.layout import init, layout
 from forge_jax.rl import parallel, step
@@ -125,6 +125,19 @@ def test_float32_on_a_mesh_is_as_near_as_on_one_device(model: ModelConfig) -> No
     with precision("float64"):
         wanted = one_device("float64", model)
     assert_close(computed(on_mesh("float32", model=model), MIXED[1], trees()), wanted, 1e-5)
+
+
+@pytest.mark.slow
+def test_prediction_modules_on_a_mesh_are_those_of_one_device() -> None:
+    with precision("float64"):
+        cfg = on_mesh(
+            "float64",
+            model=dataclasses.replace(DENSE, mtp=2),
+            attention="reference",
+            mtp=MtpConfig(weight=0.3, top_k=5),
+        )
+        found = computed(cfg, {"fsdp": 2, "context": 2, "tensor": 2}, trees())
+        assert_close(found, computed(cfg, {}, trees()), 1e-12)
 
 
 @pytest.mark.parametrize("remat", ["block", "attention", "offload"])
