@@ -35,7 +35,7 @@ def draw(
     memory.set_yticks(range(len(rows)), [f"{shape(row.sizes)} ({how})" for row, how in rows])
     memory.invert_yaxis()
     for axis in (memory, time):
-        axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.16), ncols=4)
+        axis.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1.01), ncols=3)
         axis.grid(alpha=0.25, axis="x")
     figure.savefig(path, dpi=120)
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def folder_of(path: Path, **keys: Any) -> str:
 
 
 needs_compiler = pytest.mark.skipif(
-    not __import__("importlib.util").util.find_spec("libtpu"),
+    find_spec("libtpu") is None,
     reason="libtpu, the compiler for TPUs, is not installed",
 )
 

@@ -8,9 +8,11 @@ import jax
 import pytest
 
 from experiments.planning import estimate, programs
-from experiments.planning.config import PlanConfig
+from experiments.planning.config import PlanConfig, read
 from experiments.planning.counting import Known, Work, count
-from experiments.planning.topology import parse
+from experiments.planning.models import sizes
+from experiments.planning.outcome import Job, guess
+from experiments.planning.topology import devices, parse
 from forge_jax.config import MeshConfig
 from forge_jax.models.config import ModelConfig
 from forge_jax.sharding import mesh_from
@@ -31,12 +33,12 @@ def plan(**keys) -> PlanConfig:
     return PlanConfig(**given | keys)
 
 
-def both(model: ModelConfig, sizes: MeshConfig, cfg: PlanConfig) -> tuple[Work, Work]:
+def both(model: ModelConfig, cut: MeshConfig, cfg: PlanConfig) -> tuple[Work, Work]:
     """Of a row, by the closed form and counted."""
-    mesh = mesh_from(sizes, jax.devices())
-    gradients = programs.train(model, mesh, sizes, cfg, POD)[0]
+    mesh = mesh_from(cut, jax.devices())
+    gradients = programs.train(model, mesh, cut, cfg, POD)[0]
     known = Known(mesh=dict(mesh.shape), live=gradients.live, taken=gradients.taken)
-    rough = estimate.rough(model, mesh, sizes, cfg, POD)
+    rough = estimate.rough(model, mesh, cut, cfg, POD)
     return rough.programs[0][1], count(gradients.traced.jaxpr, known)
 
 
@@ -93,3 +95,36 @@ def test_model_flops_are_six_a_weight_and_token_and_twelve_a_pair() -> None:
     expert = 512 * 64 * (8 + 2 * 4 + 8) + 512 * 16 + 4 * 3 * 512 * 512
     assert estimate.active(EXPERTS) == 2 * expert + 512 * 4096
     assert math.isclose(estimate.active(EXPERTS), 2 * expert + 512 * 4096)
+
+
+# What experiments.plan printed of programs that it compiled, for jax 0.10.2: model, topology,
+# context, mesh; GiB of a chip, TB to and from its memory, seconds at least.
+COMPILED = [
+    ("qwen3-8b", "v5e:16x16", 65536, {"fsdp": 16, "context": 16}, 11.13, 1.029, 4.404),
+    ("qwen3-32b", "v5p:8x8x8", 200000, {"fsdp": 32, "context": 16}, 28.27, 12.48, 41.96),
+    (
+        "minimax-m2",
+        "v5p:8x8x8",
+        200000,
+        {"fsdp": 32, "context": 8, "tensor": 2},
+        48.06,
+        26.8,
+        28.12,
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "topology", "context", "mesh", "gib", "tb", "bound"), COMPILED)
+def test_estimates_are_near_what_was_compiled(
+    model: str, topology: str, context: int, mesh: dict, gib: float, tb: float, bound: float
+) -> None:
+    """Memory to 20 %, bytes moved to 40 %, and the bound to 10 %."""
+    pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed")
+    keys = {"model": model, "topology": topology, "context": context}
+    cfg, where = read(keys | {"mesh": mesh}), parse(topology)
+    job = Job(cfg=cfg, model=sizes(model), topology=where, devices=tuple(devices(where)))
+    assert cfg.mesh is not None
+    found = guess(job, cfg.mesh)
+    assert found.bytes / 2**30 == pytest.approx(gib, rel=0.2)
+    assert found.seconds.hbm * where.chip.hbm_rate / 1e12 == pytest.approx(tb, rel=0.4)
+    assert found.bound == pytest.approx(bound, rel=0.1)
