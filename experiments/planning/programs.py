@@ -50,7 +50,6 @@ def train(
     one = abstract.everywhere(jax.ShapeDtypeStruct((), jnp.float32), mesh)
 
     gradients = parallel.gradients.trace(params, batch, one, step_cfg, mesh)
-    sums = params, abstract.everywhere(gradients.out_info[1], mesh)
     weights, moments = (abstract.device_bytes(x) for x in (params, state.opt_state))
     programs = [
         Program(
@@ -71,17 +70,19 @@ def train(
         ),
     ]
     if rounds > 1:
-        added = step._add.trace(sums, sums)
-        programs.append(
-            Program(
-                name="add",
-                traced=added,
-                runs=rounds - 1,
-                beside={"weights": weights, "moments": moments},
-                names={"arguments": "gradients"},
-            )
-        )
+        kept = {"weights": float(weights), "moments": float(moments)}
+        programs.append(_add(gradients, params, mesh, rounds - 1, kept))
     return programs
+
+
+def _add(
+    gradients: Any, params: Any, mesh: Mesh, runs: int, beside: Mapping[str, float]
+) -> Program:
+    """The sum of two rows' gradients and metrics."""
+    sums = params, abstract.everywhere(gradients.out_info[1], mesh)
+    traced = step._add.trace(sums, sums)
+    names = {"arguments": "gradients"}
+    return Program(name="add", traced=traced, runs=runs, beside=beside, names=names)
 
 
 def step_config(model: ModelConfig, cfg: PlanConfig) -> StepConfig:
