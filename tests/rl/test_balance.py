@@ -68,12 +68,11 @@ def assert_same(got: Gathered, want: Gathered) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize("moe", [MoeConfig(), AUX], ids=["none", "aux"])
-def test_a_tree_is_its_samples(moe: MoeConfig) -> None:
-    """In loss, load and every gradient: routed by the router, and by routes that split what has
-    the same tokens."""
+def test_a_tree_is_its_samples() -> None:
+    """In loss, auxiliary loss, load and every gradient: routed by the router, and by routes that
+    split what has the same tokens."""
     with jax.enable_x64(True):
-        cfg = dataclasses.replace(STEP, dtype="float64", moe=moe)
+        cfg = dataclasses.replace(STEP, dtype="float64", moe=AUX)
         for routed in (False, True):
             of = samples(routed)
             tree, alone = (gathered(of, mode, cfg) for mode in ("tree", "none"))
