@@ -17,7 +17,7 @@ from forge_jax.rollout.cache import cache_sharding, empty_cache
 from forge_jax.rollout.packets import Row, pack_prefill
 from forge_jax.sharding import automatic, make_mesh, mesh_of, replicated, shardings
 
-SLOTS, CONTEXT = 4, 16
+SLOTS, CONTEXT = 8, 16
 DENSE = dataclasses.replace(SMALL, embed=64, head_dim=16)
 EXPERTS = dataclasses.replace(DENSE, family="qwen3_moe", ffn=64, experts=8, experts_per_token=2)
 
@@ -64,16 +64,17 @@ def sampled(cfg: ModelConfig, axes: dict[str, int]) -> tuple[np.ndarray, np.ndar
     return tokens, np.concatenate(routes or [np.zeros(0)]), decode.as_text()
 
 
-def gathered(program: str) -> list[int]:
-    """Values of every array that ranks gather of each other."""
-    shapes = re.findall(r"= \(?\w+\[([\d,]*)\][^=\n]* all-gather(?:-start)?\(", program)
+def exchanged(program: str) -> list[int]:
+    """Values of every array that ranks get of each other."""
+    sent = r"(?:all-\w+|collective-permute|reduce-scatter)(?:-start)?\("
+    shapes = re.findall(r"= \(?\w+\[([\d,]*)\][^=\n]* " + sent, program)
     return [math.prod(int(n) for n in shape.split(",") if n) for shape in shapes]
 
 
 @pytest.mark.parametrize(
     ("cfg", "axes"),
     [
-        (DENSE, {"fsdp": 2, "context": 2, "tensor": 2}),
+        (DENSE, {"fsdp": 2, "expert": 2, "tensor": 2}),
         (EXPERTS, {"expert": 4, "tensor": 2}),
     ],
     ids=["dense", "experts"],
@@ -85,6 +86,6 @@ def test_weights_of_an_engine_stay_where_they_are(cfg: ModelConfig, axes: dict[s
     logp, wanted = (np.ascontiguousarray(x[..., 1]).view(np.float32) for x in (found, tokens))
     np.testing.assert_allclose(logp, wanted, atol=1e-4)
     np.testing.assert_array_equal(same, routes)
-    smallest = cfg.embed * cfg.kv_heads * cfg.head_dim // axes["tensor"]
-    assert SLOTS * cfg.embed < smallest, "activations do travel"
-    assert max(gathered(program)) < smallest
+    queries = cfg.embed * cfg.heads * cfg.head_dim // axes["tensor"]
+    assert SLOTS * cfg.vocab // axes["tensor"] < queries, "logits do travel"
+    assert max(exchanged(program)) < queries
