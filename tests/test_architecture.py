@@ -78,3 +78,8 @@ def test_the_scheduler_has_no_clock_and_no_event_loop() -> None:
     for path in (ROOT / "forge_jax" / "sched").rglob("*.py"):
         tops = {name.split(".")[0] for name in imports(path)}
         assert not tops & {"asyncio", "threading", "time", "datetime"}, path
+
+
+def test_modules_of_tests_have_names_of_their_own() -> None:
+    names = [path.name for path in (ROOT / "tests").rglob("*.py")]
+    assert sorted(set(names)) == sorted(names), "pytest imports one module of a name"
