@@ -7,11 +7,13 @@ refusal names the file and the tensor.
 """
 
 import collections
+import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +23,20 @@ from jax.experimental import multihost_utils
 from forge_jax.config import UserError
 from forge_jax.models.chat import ChatFormat
 from forge_jax.models.config import ModelConfig
+from forge_jax.models.families.family import Family
 from forge_jax.models.fp8 import Dequantised
 from forge_jax.models.hf_chat import write_chat
 from forge_jax.models.hf_config import FAMILIES, config_json, read_config, weight_blocks
 from forge_jax.models.hf_files import Described, Tensors, whole_folder, write_tensors
 from forge_jax.models.hf_mtp import with_modules, write_modules
-from forge_jax.models.stored import Leaf, assembled, check_shapes, leaves, nested
+from forge_jax.models.stored import Leaf, assembled, check_shapes, dtype_of, leaves, nested
 from forge_jax.models.tokenizer import Tokenizer
 
 MAX_SHARD_BYTES = 5_000_000_000
 HEAD = "lm_head.weight"
+VERDICT = 1024  # bytes of a refusal that the first process tells the others
 ROWS = 4096  # of the embedding and the output matrix, compared at once
+T = TypeVar("T")
 
 
 def import_folder(
@@ -53,10 +58,11 @@ def import_folder(
     blocks = weight_blocks(folder / "config.json")
     tensors = Tensors(folder)
     source = Dequantised(tensors, blocks) if blocks else tensors
-    found = leaves(cfg, FAMILIES[cfg.family])
+    family = FAMILIES[cfg.family]
+    found = leaves(cfg, family)
     _check_names(source.files, found, cfg, folder)
     check_shapes(source, found, source.files.__getitem__)
-    dtypes = _dtypes(source, found, FAMILIES[cfg.family].wide, dtype)
+    dtypes = _dtypes(source, found, family, dtype)
     if cfg.tied and HEAD in source.files:
         _check_tie(source, found[0])
     params = nested(found, assembled(found, source, dtypes, shardings))
@@ -77,36 +83,66 @@ def export_folder(
 
     Weights are cast to `dtype` (but for what the family keeps in fp32) and written a layer's
     parameter at a time, in shards of at most `max_shard_bytes`: only that much leaves the
-    devices at once. Of several processes all call this, and the first writes. Raises UserError
-    where `path` holds something other than an earlier export, or the family's folders cannot
-    say something of the model.
+    devices at once. Of several processes all call this, and the first writes. Raises UserError, in
+    all of them, where the first one's `path` holds something other than an earlier export, or the
+    family's folders cannot say something of the model.
     """
-    config = config_json(
-        dataclasses.replace(cfg, mtp=0), _cast(False, params["embed"].dtype, dtype).name
-    )
-    wide = FAMILIES[cfg.family].wide
+    family = FAMILIES[cfg.family]
+    common = dtype_of("embed", params["embed"].dtype, dtype, family)
+    config = config_json(dataclasses.replace(cfg, mtp=0), common.name)
     pieces = _pieces(cfg, params)
-    kinds = [_cast(p.leaf.ours in wide, p.held.dtype, dtype) for p in pieces]
-    each = list(zip(pieces, kinds, strict=True))
-    described = [
-        Described(name, piece.leaf.stored_shape, kind)
-        for piece, kind in each
-        for name in piece.names()
-    ]
-    modules = jax.tree.map(_host, params["mtp"]) if cfg.mtp else None
-    values = (value.astype(kind, copy=False) for piece, kind in each for value in piece.tensors())
-    if jax.process_index() > 0:
-        collections.deque(values, maxlen=0)  # this process's part of every gathering
-    else:
-        with whole_folder(Path(path)) as folder:
-            if tokenizer is not None:
-                config |= write_chat(folder, tokenizer, chat_format)
-            text = json.dumps(config, indent=2) + "\n"
-            (folder / "config.json").write_text(text, encoding="utf-8")
+    each = [(p, dtype_of(p.leaf.ours, p.held.dtype, dtype, family)) for p in pieces]
+    described = [Described(n, p.leaf.stored_shape, kind) for p, kind in each for n in p.names()]
+    values = (value.astype(kind, copy=False) for p, kind in each for value in p.tensors())
+    with contextlib.ExitStack() as stack:
+        begin = partial(_begun, stack, Path(path), config, tokenizer, chat_format)
+        folder = _first(begin)  # all that can be refused is, before anything is gathered
+        modules = jax.tree.map(_host, params["mtp"]) if cfg.mtp else None
+        if folder is None:
+            collections.deque(values, maxlen=0)  # this process's part of every gathering
+        else:
             write_tensors(folder, described, values, max_shard_bytes)
             write_modules(folder, cfg, modules, dtype)
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"export {path}")
+        multihost_utils.sync_global_devices("export")
+
+
+def _begun(
+    stack: contextlib.ExitStack,
+    path: Path,
+    config: dict[str, Any],
+    tokenizer: Tokenizer | None,
+    chat_format: ChatFormat | None,
+) -> Path:
+    """A folder with all but weights, that becomes `path` when `stack` is left."""
+    folder = stack.enter_context(whole_folder(path))
+    if tokenizer is not None:
+        config = config | write_chat(folder, tokenizer, chat_format)
+    text = json.dumps(config, indent=2) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    return folder
+
+
+def _first(work: Callable[[], T]) -> T | None:
+    """What `work` makes in the first of several processes, None in the others.
+
+    Where it raises, all raise: none goes on to wait for the first.
+    """
+    made, failed = None, None
+    if jax.process_index() == 0:
+        try:
+            made = work()
+        except Exception as error:
+            failed = error
+    if jax.process_count() > 1:
+        text = "" if failed is None else str(failed) or type(failed).__name__
+        told = np.frombuffer(text.encode()[:VERDICT].ljust(VERDICT, b"\0"), np.uint8)
+        heard = np.asarray(multihost_utils.broadcast_one_to_all(told)).astype(np.uint8)
+        text = heard.tobytes().rstrip(b"\0").decode(errors="ignore")
+        failed = failed or (UserError(text) if text else None)
+    if failed is not None:
+        raise failed
+    return made
 
 
 def flat_names(cfg: ModelConfig, tree: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -172,15 +208,8 @@ def _layer(stacked: jax.Array, layer: int) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(stacked, layer, keepdims=False)
 
 
-def _cast(wide: bool, stored: np.dtype, dtype: Any) -> np.dtype:
-    """The dtype of a parameter: that asked for, but at least fp32 for what is kept wide."""
-    if dtype is None:
-        return np.dtype(stored)
-    return np.dtype(jnp.promote_types(dtype, jnp.float32) if wide else dtype)
-
-
 def _dtypes(
-    source: Tensors | Dequantised, found: Sequence[Leaf], wide: frozenset[str], dtype: Any
+    source: Tensors | Dequantised, found: Sequence[Leaf], family: Family, dtype: Any
 ) -> list[np.dtype]:
     """The dtype of every parameter, in the order of `found`."""
     common = source.describe(found[0].name(())).dtype
@@ -188,7 +217,7 @@ def _dtypes(
     for leaf in found:
         for name in map(leaf.name, leaf.places()):
             stored = source.describe(name).dtype
-            kept = leaf.ours in wide and stored == np.float32
+            kept = leaf.ours in family.wide and stored == np.float32
             if stored.itemsize == 1:
                 raise UserError(f"{source.files[name]}: tensor {name} is {stored} without a scale")
             if dtype is None and stored != common and not kept:
@@ -196,7 +225,7 @@ def _dtypes(
                     f"{source.files[name]}: tensor {name} is {stored}, others are {common}; "
                     "they are read where a dtype is asked for"
                 )
-        made.append(_cast(leaf.ours in wide, stored, dtype))
+        made.append(dtype_of(leaf.ours, stored, dtype, family))
     if np.dtype(np.float64) in made and jnp.result_type(float) != np.float64:
         raise UserError(f"{source.files[found[0].name(())]}: float64 weights need jax_enable_x64")
     return made

@@ -168,7 +168,7 @@ def whole_folder(path: Path, own: Set[str] = WRITTEN) -> Iterator[Path]:
         there = {p.name for p in path.iterdir()} - own if path.is_dir() else {path.name}
         others = {name for name in there if not (path.is_dir() and SHARD.fullmatch(name))}
         if others:
-            raise UserError(f"export={path}: exists and holds {min(others)!r}, not only an export")
+            raise UserError(f"{path}: exists and holds {min(others)!r}, not only an export")
     fresh = path.with_name(f".{path.name}.{os.getpid()}.partial")
     fresh.mkdir(parents=True)
     try:

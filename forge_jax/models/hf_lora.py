@@ -27,6 +27,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "use_dora": (False,),
     "use_rslora": (False,),
     "fan_in_fan_out": (False,),
+    "init_lora_weights": (True, False, "gaussian"),  # others alter the base
     "modules_to_save": (None, []),
     "layers_to_transform": (None, []),
     "layer_replication": (None, []),

@@ -19,7 +19,7 @@ from forge_jax.models.families.family import Stored
 from forge_jax.models.hf_config import FAMILIES
 from forge_jax.models.hf_files import MODULES, read_small
 from forge_jax.models.layout import modules_layout
-from forge_jax.models.stored import Leaf
+from forge_jax.models.stored import Leaf, dtype_of
 
 OWN = {
     "token_norm": Stored("enorm.weight"),
@@ -32,15 +32,14 @@ OWN = {
 def write_modules(
     folder: Path, cfg: ModelConfig, modules: Mapping[str, Any] | None, dtype: Any
 ) -> None:
-    """Writes the modules of a model that has some, cast to `dtype` unless that is None."""
+    """Writes the modules of a model that has some, cast as its weights are."""
     if modules is None:
         return
-    flat, wide = {}, FAMILIES[cfg.family].wide
+    flat, family = {}, FAMILIES[cfg.family]
     for leaf, place, name in _tensors(cfg):
         tree = modules if leaf.ours in OWN else modules["block"]
         value = np.asarray(tree[leaf.ours][place])
-        kind = dtype or value.dtype
-        kind = jnp.promote_types(kind, jnp.float32) if dtype and leaf.ours in wide else kind
+        kind = dtype_of(leaf.ours, value.dtype, dtype, family)
         flat[name] = np.ascontiguousarray(leaf.outward(value.astype(kind)))
     safetensors.numpy.save_file(flat, folder / MODULES, metadata={"format": "pt"})
 
@@ -48,7 +47,8 @@ def write_modules(
 def with_modules(
     folder: Path, cfg: ModelConfig, params: dict[str, Any], dtype: Any
 ) -> tuple[ModelConfig, dict[str, Any]]:
-    """A model with the modules that `folder` has beside it, in their dtype or cast to `dtype`.
+    """A model with the modules that `folder` has beside it, in their dtype or cast to `dtype`
+    (but for what the family keeps in fp32).
 
     Raises UserError naming file and tensor: one missing, unexpected, or of another shape.
     """
@@ -71,7 +71,8 @@ def with_modules(
             )
         tree = modules if leaf.ours in OWN else modules["block"]
         if leaf.ours not in tree:
-            tree[leaf.ours] = np.empty(leaf.shape, dtype or value.dtype)
+            kind = dtype_of(leaf.ours, value.dtype, dtype, FAMILIES[cfg.family])
+            tree[leaf.ours] = np.empty(leaf.shape, kind)
         tree[leaf.ours][place] = leaf.inward(value)
     made: dict[str, Any] = {
         name: jnp.asarray(tree) for name, tree in modules.items() if name != "block"

@@ -23,6 +23,7 @@ from forge_jax.models.layout import draw, modules_layout
 from forge_jax.models.load import LoadedModel
 from forge_jax.models.remat import remembering
 from forge_jax.models.transformer import AS_STORED, Attend, Ready, block, embedded
+from forge_jax.sharding import mesh_of, shardings
 
 GROWN = 0x6D74  # folded into the seed of fresh modules, apart from that of the model
 
@@ -67,7 +68,8 @@ def states(
 
 
 def grown(model: LoadedModel, depth: int, seed: int) -> LoadedModel:
-    """`model` with `depth` modules, fresh ones from `seed` where it has none.
+    """`model` with `depth` modules, fresh ones from `seed` where it has none; on a mesh each device
+    draws its own part.
 
     Raises UserError where it has another number of them.
     """
@@ -77,6 +79,13 @@ def grown(model: LoadedModel, depth: int, seed: int) -> LoadedModel:
     if have:
         raise UserError(f"mtp.depth={depth}: {model.name} has {have} modules of its own")
     cfg = dataclasses.replace(model.cfg, mtp=depth)
+    mesh = mesh_of(model.params)
+    where = None if mesh is None else shardings(modules_layout(cfg), mesh)
+    made = jax.jit(_fresh, static_argnums=(0, 2), out_shardings=where)
     key = jax.random.fold_in(jax.random.key(seed), GROWN)
-    fresh = draw(modules_layout(cfg), key, model.params["embed"].dtype)
+    fresh = made(cfg, key, model.params["embed"].dtype)
     return dataclasses.replace(model, cfg=cfg, params={**model.params, "mtp": fresh})
+
+
+def _fresh(cfg: ModelConfig, key: Array, dtype: Any) -> dict[str, Any]:
+    return draw(modules_layout(cfg), key, dtype)

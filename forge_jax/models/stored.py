@@ -111,6 +111,14 @@ def leaves(cfg: ModelConfig, family: Family) -> list[Leaf]:
     return found
 
 
+def dtype_of(ours: str, stored: Any, dtype: Any, family: Family) -> np.dtype:
+    """The dtype of a parameter: that asked for, but at least fp32 for what the family keeps wide;
+    where none is asked for, that in which it is stored."""
+    if dtype is None:
+        return np.dtype(stored)
+    return np.dtype(jnp.promote_types(dtype, jnp.float32) if ours in family.wide else dtype)
+
+
 def nested(found: Sequence[Leaf], values: Sequence[Any]) -> dict[str, Any]:
     """A value for every leaf, in the places of the parameters."""
     tree: dict[str, Any] = {"layers": {}}

@@ -57,7 +57,9 @@ def trained(params: Any) -> Any:
 def clipped(grads: dict[str, Any], limit: float) -> dict[str, Any]:
     """`grads` with a global norm of at most `limit`, and their prediction modules' with another."""
     clip = optax.clip_by_global_norm(limit).update
-    parts = [policy_of(grads)] + [{"mtp": grads["mtp"]} for _ in range("mtp" in grads)]
+    parts = [policy_of(grads)]
+    if "mtp" in grads:
+        parts.append({"mtp": grads["mtp"]})
     return {name: g for part in parts for name, g in clip(part, optax.EmptyState())[0].items()}
 
 

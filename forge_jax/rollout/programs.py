@@ -149,7 +149,8 @@ def publish(
     params: dict[str, Any], *, cfg: ModelConfig, dtype: str | None = None
 ) -> dict[str, Any]:
     """A copy of stacked parameters with layers as a tuple, as decoding wants them, in `dtype`
-    where that is said; scores of experts stay as exact as they are.
+    where that is said; scores of experts stay as exact as they are. Prediction modules, with
+    which the engine does not draft, are left out.
 
     The copy shares no buffer with its source, so the source may be donated.
     """
@@ -161,7 +162,8 @@ def publish(
         # Said outright, so as not to rest on what jit does with outputs that are inputs.
         return jnp.copy(x if kept else x.astype(dtype))
 
-    return layout.unstack(jax.tree_util.tree_map_with_path(copied, params), cfg)
+    used = {name: tree for name, tree in params.items() if name != "mtp"}
+    return layout.unstack(jax.tree_util.tree_map_with_path(copied, used), cfg)
 
 
 def _admitted(header: Int[Array, "R C"], last: Int[Array, " R"]) -> Slots:

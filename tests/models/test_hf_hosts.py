@@ -1,5 +1,5 @@
 """Two processes, as on two hosts, share a model: each reads what its devices hold, and the
-first writes what both hold."""
+first writes what both hold; what it refuses, both refuse."""
 
 import json
 import os
@@ -17,9 +17,10 @@ HOST = """
 import json, sys
 import jax
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
-port, number, folder, again = sys.argv[1:]
+port, number, folder, again, taken = sys.argv[1:]
 jax.distributed.initialize(f"localhost:{port}", 2, int(number))
 from small_model import SPARSE
+from forge_jax.config import UserError
 from forge_jax.models.hf import export_folder, import_folder
 from forge_jax.models.hf_files import Tensors
 from forge_jax.models.layout import layout
@@ -33,7 +34,12 @@ Tensors.read = counted
 where = shardings(layout(SPARSE), make_mesh(fsdp=2, expert=2))
 cfg, params = import_folder(folder, shardings=where)
 export_folder(again, cfg, params, max_shard_bytes=20_000)
-print(json.dumps(sizes))
+try:  # before anything is gathered, and for what the first host's folder holds
+    export_folder(f"{taken}{number if number != '0' else ''}", cfg, params)
+    refused = None
+except UserError as error:
+    refused = str(error)
+print(json.dumps([sizes, refused]))
 """
 
 
@@ -50,7 +56,9 @@ def test_hosts_read_their_parts_and_the_first_writes_them_all(tmp_path: Path) ->
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
         "JAX_PLATFORMS": "cpu",
     }
-    folders = [str(tmp_path / name) for name in ("model", "again")]
+    folders = [str(tmp_path / name) for name in ("model", "again", "taken")]
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "thesis.txt").write_text("years of work")
     hosts = [
         subprocess.Popen(
             [sys.executable, "-c", HOST, port, str(number), *folders],
@@ -61,10 +69,13 @@ def test_hosts_read_their_parts_and_the_first_writes_them_all(tmp_path: Path) ->
         for number in range(2)
     ]
     try:
-        said = [json.loads(host.communicate(timeout=300)[0].splitlines()[-1]) for host in hosts]
+        told = [json.loads(host.communicate(timeout=300)[0].splitlines()[-1]) for host in hosts]
     finally:
         for host in hosts:
             host.kill()  # one waits for ever where the other has failed
+    said, refused = zip(*told, strict=True)
+    assert refused == (f"{folders[2]}: exists and holds 'thesis.txt', not only an export",) * 2
+    assert not (tmp_path / "taken1").exists()
     cfg, back = import_folder(tmp_path / "again")
     assert cfg == SPARSE
     same(back, params)

@@ -273,7 +273,7 @@ def test_an_export_replaces_an_export_and_nothing_else(folder: Path, tmp_path: P
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.txt").write_text("years of work")
-    with pytest.raises(UserError, match=r"thesis\.txt"):
+    with pytest.raises(UserError, match=rf"^{mine}: exists and holds 'thesis\.txt'"):
         export_folder(mine, SMALL, other)
     with pytest.raises(UserError, match=r"thesis\.txt"):
         export_folder(mine / "thesis.txt", SMALL, other)

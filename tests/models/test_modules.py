@@ -9,24 +9,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from small_model import SMALL, draw_tokens, forward, same, weights
+from small_model import MINIMAX, SMALL, draw_tokens, forward, same, weights
 
 from forge_jax.config import UserError
 from forge_jax.models.chat import Chat, built_in
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.hf import export_folder, import_folder
+from forge_jax.models.layout import layout
 from forge_jax.models.load import build
 from forge_jax.models.mtp import grown
 from forge_jax.models.tokenizer import ByteTokenizer
 from forge_jax.rollout import programs
+from forge_jax.sharding import make_mesh, shardings
 
 DEEP = dataclasses.replace(SMALL, mtp=2)
 ROUTED = dataclasses.replace(
     DEEP, family="qwen3_moe", experts=3, experts_per_token=2, ffn=8, init_std=0.2
 )
+WIDE = dataclasses.replace(MINIMAX, mtp=2)
 
 
-@pytest.mark.parametrize("cfg", [DEEP, ROUTED], ids=["dense", "experts"])
+@pytest.mark.parametrize("cfg", [DEEP, ROUTED, WIDE], ids=["dense", "experts", "minimax"])
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_modules_are_written_and_read_bit_for_bit(
     tmp_path: Path, cfg: ModelConfig, dtype: Any
@@ -37,6 +40,18 @@ def test_modules_are_written_and_read_bit_for_bit(
     assert again == cfg
     same(back, params)
     export_folder(tmp_path / "model", cfg, params)  # an export with modules is one to replace
+
+
+def test_a_cast_keeps_what_is_wide_in_modules_too(tmp_path: Path) -> None:
+    params = weights(WIDE)
+    export_folder(tmp_path / "float32", WIDE, params)
+    export_folder(tmp_path / "bfloat16", WIDE, params, dtype=jnp.bfloat16)
+    expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    for name in ("router", "router_bias"):
+        expected["layers"][name] = params["layers"][name]
+        expected["mtp"]["block"][name] = params["mtp"]["block"][name]
+    same(import_folder(tmp_path / "float32", jnp.bfloat16)[1], expected)
+    same(import_folder(tmp_path / "bfloat16")[1], expected)
 
 
 def test_names_and_layout_are_those_of_deepseek(tmp_path: Path) -> None:
@@ -99,10 +114,24 @@ def test_a_model_is_given_modules_and_stays_what_it_was() -> None:
         grown(deep, 1, seed=3)
 
 
-def test_the_engine_takes_modules_along_and_makes_nothing_of_them() -> None:
+def test_modules_are_drawn_where_they_belong() -> None:
+    chat = Chat(tokenizer=ByteTokenizer(), format=built_in("lookup"))
+    cfg, mesh = dataclasses.replace(SMALL, vocab=264), make_mesh(fsdp=2, tensor=2)
+    alone = grown(build(cfg, chat, seed=0, name="small"), 2, seed=3)
+    spread = grown(build(cfg, chat, seed=0, name="small", mesh=mesh), 2, seed=3)
+    where = jax.tree.map(lambda x: x.sharding, spread.params)
+    assert where == shardings(layout(alone.cfg), mesh)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-6),
+        spread.params["mtp"],
+        alone.params["mtp"],
+    )
+
+
+def test_the_engine_leaves_modules_behind() -> None:
     params = weights(DEEP)
     taken = programs.publish(params, cfg=DEEP)
-    same(taken["mtp"], params["mtp"])
+    assert taken.keys() == params.keys() - {"mtp"}
     tokens = draw_tokens(DEEP, 2, 5)
     alone = {k: v for k, v in params.items() if k != "mtp"}
     np.testing.assert_array_equal(forward(taken, tokens, DEEP), forward(alone, tokens, SMALL))

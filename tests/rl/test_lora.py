@@ -183,6 +183,8 @@ def test_an_adapter_is_written_and_read_bit_for_bit(folders: Path, trained: Any)
         ("peft_type", "IA3", "peft_type='IA3' is unsupported"),
         ("r", 4, "and r=4 say"),
         ("rank_pattern", {"q_proj": 2}, "rank_pattern"),
+        ("init_lora_weights", "pissa_niter_4", "init_lora_weights='pissa_niter_4' is unsupported"),
+        ("init_lora_weights", "loftq", "init_lora_weights='loftq' is unsupported"),
         ("lora_alpha", 0, "alpha=0"),
     ],
 )
@@ -194,6 +196,14 @@ def test_other_variants_of_the_method_are_refused(
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
     with pytest.raises(UserError, match=message):
         import_adapter(tmp_path / "adapter", MODEL)
+
+
+@pytest.mark.parametrize("value", [True, False, "gaussian"])
+def test_how_an_adapter_began_does_not_matter(tmp_path: Path, value: Any) -> None:
+    export_adapter(tmp_path / "adapter", MODEL, adapters(), LORA, "base")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"init_lora_weights": value}))
+    assert import_adapter(tmp_path / "adapter", MODEL)[0] == LORA
 
 
 def test_tensors_that_are_not_the_models_are_refused(tmp_path: Path) -> None:
