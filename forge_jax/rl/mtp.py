@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from forge_jax.config import MtpConfig
-from forge_jax.rl.logprob import CHUNK_LOGITS, SMALLEST_CHUNK
+from forge_jax.rl.logprob import CHUNK_LOGITS, SMALLEST_CHUNK, edge_logits
 from forge_jax.trees import Mean, pytree
 
 _dot = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
@@ -114,11 +114,11 @@ def _forward(states, h, w, source, temperature, cfg, axes):
     def chunk(_, edge):
         source, temperature = edge
         temperature = temperature.astype(wide)[:, None]
-        z = _dot(h[source].astype(wide), wide_w) / temperature
+        z = edge_logits(h[source], w) / temperature
         likely = z >= _kth_largest(z, cfg.top_k, axes)  # ties of the last one are likely too
 
         def module(state):
-            guess = _dot(state[source].astype(wide), wide_w) / temperature
+            guess = edge_logits(state[source], w) / temperature
             loss, dz, *measures = _divergence(z, guess, likely, cfg, axes)
             rows = _dot(dz / temperature, wide_w.T)
             return (loss, *measures), jax.lax.psum(rows, axes) if axes else rows
