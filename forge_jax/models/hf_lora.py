@@ -5,21 +5,25 @@ and transposed, never rounded. Every refusal names the file and what it is about
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
 from forge_jax.config import ADAPTABLE, LoraConfig, UserError
 from forge_jax.models.config import ModelConfig
+from forge_jax.models.families.family import Stored
 from forge_jax.models.hf_config import FAMILIES
 from forge_jax.models.hf_files import read_json, read_small, whole_folder
 from forge_jax.models.lora import INPUTS, adapters_layout
+from forge_jax.models.stored import Leaf
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
 # Variants of the method: the only values under which it is this one.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -36,33 +40,6 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "target_parameters": (None, []),
     "trainable_token_indices": (None, []),
 }
-
-
-class _Entry(NamedTuple):
-    """One stored matrix [out, in]."""
-
-    name: str
-    target: str
-    side: str  # "a" or "b"
-    layer: int
-    shape: tuple[int, ...]  # ours, without the layer axis
-    inputs: int
-
-    def outward(self, value: np.ndarray) -> np.ndarray:
-        return np.ascontiguousarray(value.reshape(*self._flat).T)
-
-    def inward(self, value: np.ndarray) -> np.ndarray:
-        return value.T.reshape(self.shape)
-
-    @property
-    def stored(self) -> tuple[int, int]:
-        rows, columns = self._flat
-        return columns, rows
-
-    @property
-    def _flat(self) -> tuple[int, int]:
-        size = int(np.prod(self.shape[: self.inputs]))
-        return size, int(np.prod(self.shape)) // size
 
 
 def export_adapter(
@@ -89,7 +66,11 @@ def export_adapter(
         "inference_mode": True,
     }
     host = {n: {k: np.asarray(v) for k, v in ab.items()} for n, ab in adapters["layers"].items()}
-    flat = {e.name: e.outward(host[e.target][e.side][e.layer]) for e in _entries(cfg, lora)}
+    flat = {
+        PREFIX + leaf.name(place): np.ascontiguousarray(leaf.outward(host[target][side][place]))
+        for target, side, leaf in _leaves(cfg, lora)
+        for place in leaf.places()
+    }
     with whole_folder(Path(path), {CONFIG, WEIGHTS}) as folder:
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         safetensors.numpy.save_file(flat, folder / WEIGHTS, metadata={"format": "pt"})
@@ -114,30 +95,35 @@ def import_adapter(path: str | Path, cfg: ModelConfig) -> tuple[LoraConfig, dict
         lora = LoraConfig(rank=said["r"], alpha=float(said["lora_alpha"]), targets=targets)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{folder / CONFIG}: {error}") from error
-    entries = {entry.name: entry for entry in _entries(cfg, lora)}
-    for name in sorted(entries.keys() ^ flat.keys()):
-        found = "unexpected" if name in flat else "missing"
-        raise UserError(f"{folder / WEIGHTS}: tensor {name} is {found}")
-    pairs: dict[str, dict[str, list[np.ndarray]]] = {t: {"a": [], "b": []} for t in targets}
-    for name, entry in entries.items():
-        value = flat[name]
-        if value.shape != entry.stored:
+    found = _leaves(cfg, lora)
+    _check(folder / WEIGHTS, flat, [leaf for _, _, leaf in found], lora.rank)
+    pairs: dict[str, dict[str, jax.Array]] = {target: {} for target in targets}
+    for target, side, leaf in found:
+        layers = [leaf.inward(flat[PREFIX + leaf.name(place)]) for place in leaf.places()]
+        pairs[target][side] = jnp.asarray(np.stack(layers))
+    return lora, {"layers": pairs}
+
+
+def _check(file: Path, flat: Mapping[str, np.ndarray], found: Iterable[Leaf], rank: int) -> None:
+    """Raises UserError naming a tensor that is missing, unexpected, or of another shape."""
+    shapes = {PREFIX + leaf.name(at): leaf.stored_shape for leaf in found for at in leaf.places()}
+    for name in sorted(shapes.keys() ^ flat.keys()):
+        raise UserError(f"{file}: tensor {name} is {'unexpected' if name in flat else 'missing'}")
+    for name, shape in shapes.items():
+        if flat[name].shape != shape:
             raise UserError(
-                f"{folder / WEIGHTS}: tensor {name} has shape {value.shape}, "
-                f"the model and r={lora.rank} say {entry.stored}"
+                f"{file}: tensor {name} has shape {flat[name].shape}, "
+                f"the model and r={rank} say {shape}"
             )
-        pairs[entry.target][entry.side].append(entry.inward(value))
-    return lora, {
-        "layers": {t: {k: jnp.asarray(np.stack(v)) for k, v in p.items()} for t, p in pairs.items()}
-    }
 
 
-def _entries(cfg: ModelConfig, lora: LoraConfig) -> Iterator[_Entry]:
-    """Every stored matrix, each target's in order of the layers."""
-    stored, described = FAMILIES[cfg.family].layer, adapters_layout(cfg, lora)["layers"]
-    for target, pair in described.items():
+def _leaves(cfg: ModelConfig, lora: LoraConfig) -> list[tuple[str, str, Leaf]]:
+    """Every matrix of the adapters: its target, its side ("a" or "b"), and how it is stored."""
+    stored, found = FAMILIES[cfg.family].layer, []
+    for target, pair in adapters_layout(cfg, lora)["layers"].items():
         module = stored[target].name.removesuffix(".weight")
-        for side, letter, inputs in (("a", "A", INPUTS[target]), ("b", "B", 1)):
-            for i in range(cfg.layers):
-                name = f"base_model.model.model.layers.{i}.{module}.lora_{letter}.weight"
-                yield _Entry(name, target, side, i, pair[side].shape[1:], inputs)
+        for side, inputs in (("a", INPUTS[target]), ("b", 1)):
+            name = f"{module}.lora_{side.upper()}.weight"
+            leaf = Leaf(target, Stored(name, inputs=inputs), pair[side].shape, 1)
+            found.append((target, side, leaf))
+    return found

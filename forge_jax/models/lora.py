@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from forge_jax.config import LoraConfig, UserError
 from forge_jax.models.config import ModelConfig
-from forge_jax.models.layers import Adapted
+from forge_jax.models.layers import Adapted, accumulator
 from forge_jax.models.layout import block_layout, layout
 from forge_jax.trees import Param, pytree
 
@@ -107,7 +107,7 @@ def _merged(weights: dict[str, Array], pairs: Any, scale: float) -> dict[str, Ar
 
 
 def _sum(weight: Array, a: Array, b: Array, scale: Any) -> Array:
-    wide = jnp.promote_types(weight.dtype, jnp.float32)
+    wide = accumulator(weight)
     delta = jax.lax.dot_general(
         a.astype(wide),
         b.astype(wide),

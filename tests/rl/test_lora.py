@@ -108,6 +108,19 @@ def test_merged_and_beside_agree_in_float32() -> None:
     np.testing.assert_allclose(beside, merged, rtol=0, atol=1e-5)
 
 
+def test_adapters_of_a_bfloat16_model_are_trained_in_float32() -> None:
+    base, pairs = parameters("bfloat16"), adapters()
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), base)
+    found = computed(tuned(base, pairs), dataclasses.replace(CFG, dtype="bfloat16"))
+    wanted = computed(tuned(wide, pairs))
+    assert {g.dtype for g in jax.tree.leaves(found["grads"])} == {np.dtype(np.float32)}
+    assert_close(found["grads"], wanted["grads"], 0.05)
+    assert np.abs(found["logp"] - wanted["logp"]).max() > 1e-4  # layers were in bfloat16
+    merged = merge(tuned(wide, pairs), LORA)
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), merged)
+    jax.tree.map(np.testing.assert_array_equal, merge(tuned(base, pairs), LORA), rounded)
+
+
 @pytest.fixture(scope="module")
 def trained() -> Any:
     """Base, trained adapters, and the losses on the way; the base is copied before."""
