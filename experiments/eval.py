@@ -54,6 +54,11 @@ class Config:
             self.url is None or self.temperature == 1,
             f"temperature={self.temperature} needs our own server: agents leave it to url=",
         )
+        check(
+            self.url is None or self.mesh == MeshConfig(),
+            f"mesh goes with a model served here, not with url={self.url}",
+        )
+        check(not self.rollout.routes, "rollout.routes=True: only training uses what is recorded")
         check(self.episode_seconds > 0, f"episode_seconds={self.episode_seconds} must be > 0")
 
 

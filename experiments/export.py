@@ -1,14 +1,14 @@
 """Writes a model as a Hugging Face folder: a preset, another folder, or what a run has trained.
 
     python -m experiments.export model=NAME_OR_DIR_OR_RUN_DIR out=DIR [adapter=DIR]
-        [dtype=bfloat16]
+        [dtype=bfloat16] [mesh.fsdp=4]
 
 Of a run the newest checkpoint is taken, its adapters merged; `adapter` is a folder of PEFT to
 merge into the model. Prediction modules are written beside the weights.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ import jax.numpy as jnp
 
 from experiments.command import command
 from experiments.models import resolve
-from forge_jax.config import UserError, check, load
+from forge_jax.config import MeshConfig, UserError, check, load
 from forge_jax.models.hf import export_folder
 from forge_jax.models.hf_lora import import_adapter
-from forge_jax.models.lora import merge, tuned
+from forge_jax.models.lora import adapters_layout, merge, tuned
+from forge_jax.sharding import mesh_from, put, shardings
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -34,6 +35,7 @@ class ExportConfig:
     adapter: str | None = None
     dtype: str = "float32"
     seed: int = 0
+    mesh: MeshConfig = field(default_factory=MeshConfig)  # that the model is read onto
 
     def __post_init__(self) -> None:
         check(self.dtype in DTYPES, f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
@@ -48,10 +50,12 @@ def export(cfg: ExportConfig) -> dict[str, Any]:
     """The command's result. Raises UserError for what cannot be read or written."""
     if not Path(cfg.out).absolute().parent.is_dir():
         raise UserError(f"out={cfg.out}: no such folder to write it in")
-    model = resolve(cfg.model, cfg.seed)
+    mesh = mesh_from(cfg.mesh)
+    model = resolve(cfg.model, cfg.seed, mesh=mesh)
     params = model.params
     if cfg.adapter is not None:
         lora, adapters = import_adapter(cfg.adapter, model.cfg)
+        adapters = put(adapters, shardings(adapters_layout(model.cfg, lora), mesh))
         params = merge(tuned(params, adapters), lora)
     chat = model.chat
     export_folder(

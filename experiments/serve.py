@@ -41,6 +41,7 @@ class Sizes:
     context: int | None = None
     prefill_rows: int = 4
     decode_steps: int = 4
+    dtype: str | None = None
 
     def __post_init__(self) -> None:
         self.of(1)
@@ -53,6 +54,7 @@ class Sizes:
             context=context,
             prefill_rows=self.prefill_rows,
             decode_steps=self.decode_steps,
+            dtype=self.dtype,
         )
 
 
@@ -80,6 +82,10 @@ class Config:
         check(
             scripted == (self.script is not None),
             f"script={self.script!r} goes with engine=scripted and with no other",
+        )
+        check(
+            not scripted or self.mesh == MeshConfig(),
+            "mesh goes with engine=real: engine=scripted computes nothing that it could cut",
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.command import command, complaining
+from experiments.command import CONFIGS, command, complaining
 from experiments.models import resolve
 from forge_jax.config import TrainConfig, UserError, load
 from forge_jax.rl.forward import tiled
@@ -33,7 +33,7 @@ def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
     if mapping["resume"] is not None:
         mapping = continued(Path(mapping["resume"]), list(HydraConfig.get().overrides.task))
     cfg = load(TrainConfig, mapping)
-    cfg = replace(cfg, pack=tiled(cfg.pack, cfg.attention, "float32"))
+    cfg = replace(cfg, pack=tiled(cfg.pack, cfg.attention, cfg.dtype))
     if cfg.resume is None and (folder / "config.yaml").exists():
         raise UserError(f"hydra.run.dir={folder} holds a run already: resume={folder}")
     if cfg.resume is not None and Path(cfg.resume).resolve() != folder.resolve():
@@ -56,9 +56,29 @@ def continued(run: Path, overrides: list[str]) -> dict[str, Any]:
         key = override.split("=")[0]
         if key.split(".")[0] in FIXED or not key[0].isalpha():
             raise UserError(f"{override}: a resumed run keeps its {', '.join(FIXED)} and its keys")
-    merged = OmegaConf.merge(OmegaConf.load(saved), OmegaConf.from_dotlist(overrides))
+    preset, values = OmegaConf.create(), []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key == "mesh":
+            preset = OmegaConf.create({"mesh": mesh_preset(value)})
+        elif key != "logging":  # which Hydra has set up already, and no run keeps
+            values.append(override)
+    merged = OmegaConf.merge(OmegaConf.load(saved), preset, OmegaConf.from_dotlist(values))
     assert isinstance(merged, DictConfig)
     return OmegaConf.to_container(merged, resolve=True)  # type: ignore[return-value]
+
+
+def mesh_preset(name: str) -> DictConfig:
+    """A file of `configs/mesh/` on top of those it names. Raises UserError listing the files."""
+    files = {file.stem: file for file in (Path(CONFIGS) / "mesh").glob("*.yaml")}
+    if name not in files:
+        raise UserError(f"mesh={name} is none of {', '.join(sorted(files))}")
+    own = OmegaConf.load(files[name])
+    assert isinstance(own, DictConfig)
+    below = [other for other in own.pop("defaults", []) if other != "_self_"]
+    merged = OmegaConf.merge(*map(mesh_preset, below), own)
+    assert isinstance(merged, DictConfig)
+    return merged
 
 
 if __name__ == "__main__":

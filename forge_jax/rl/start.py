@@ -54,14 +54,31 @@ def prepared(cfg: TrainConfig, model: LoadedModel) -> LoadedModel:
     return model
 
 
+def check_paths(cfg: TrainConfig) -> None:
+    """Raises UserError where a sequence may be too long for a micro-batch, and what is asked for
+    does not go with carrying it from block to block."""
+    uncarried = []
+    if cfg.mtp.weight:
+        uncarried.append(f"mtp.weight={cfg.mtp.weight}")
+    if cfg.mesh.context > 1:
+        uncarried.append(f"mesh.context={cfg.mesh.context}")
+    if uncarried and cfg.rollout.context > cfg.pack.budget * cfg.mesh.context:
+        raise UserError(
+            f"rollout.context={cfg.rollout.context}: a sequence may be beyond pack.budget="
+            f"{cfg.pack.budget} x mesh.context={cfg.mesh.context}, and is not carried from block "
+            f"to block with {' and '.join(uncarried)}; raise pack.budget or lower rollout.context"
+        )
+
+
 def beginning(
     cfg: TrainConfig, model: LoadedModel, folder: Path, checkpoints: Checkpoints, bars: Progress
 ) -> Start:
     """The newest checkpoint, or else the warm-started policy.
 
     Consumes the weights of `model`. Raises UserError if there are fewer devices than the mesh
-    wants, or a checkpoint cannot be read.
+    wants, sequences may be too long, or a checkpoint cannot be read.
     """
+    check_paths(cfg)
     base, params = placed(cfg, model, mesh_from(cfg.mesh))
     step = checkpoints.latest()
     if step is None:

@@ -17,6 +17,7 @@ from experiments.models import resolve
 from forge_jax.config import (
     EvalConfig,
     LoraConfig,
+    MeshConfig,
     MoeConfig,
     MtpConfig,
     PackConfig,
@@ -33,7 +34,7 @@ from forge_jax.models.lora import adapters_layout, merge, tuned
 from forge_jax.rl import run
 from forge_jax.rl.checkpoint import Checkpoints
 from forge_jax.rl.report import read_rows
-from forge_jax.rl.start import prepared
+from forge_jax.rl.start import check_paths, prepared
 from forge_jax.rl.state import create
 from forge_jax.sharding import make_mesh, mesh_of
 from forge_jax.trees import is_param
@@ -108,11 +109,13 @@ def test_parts_are_trained_continued_served_and_exported(tmp_path: Path) -> None
     options = {"model": str(grown), "adapter": str(folder / "adapter"), "dtype": "bfloat16"}
     _, half = exported(tmp_path / "half", **options)
     same(half, jax.tree.map(lambda x: x.astype(jnp.bfloat16), merged))
+    _, cut = exported(tmp_path / "cut", **options, mesh=MeshConfig(fsdp=2, tensor=2))
+    same(cut, half)
     said = json.loads((folder / "adapter" / "adapter_config.json").read_text())
     assert said["base_model_name_or_path"] == str(grown)
 
 
-def test_parts_that_are_not_there_are_refused() -> None:
+def test_parts_that_are_not_there_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"mtp\.weight=0\.5: quick has no .* mtp\.depth=1 adds"):
         prepared(dataclasses.replace(CFG, mtp=MtpConfig(weight=0.5)), resolve("quick"))
     with pytest.raises(ValueError, match=r"lora\.rank=2 .* mtp\.weight=0\.3"):
@@ -120,6 +123,18 @@ def test_parts_that_are_not_there_are_refused() -> None:
     moe = MoeConfig(balance="bias", rate=0.1)
     with pytest.raises(ValueError, match=r"lora\.rank=2 .* moe\.balance=bias"):
         dataclasses.replace(CFG, mtp=MtpConfig(), lora=LoraConfig(rank=2), moe=moe)
+    short = PackConfig(budget=16)
+    for cfg, key in (
+        (dataclasses.replace(CFG, pack=short), "mtp.weight=0.3"),
+        (
+            dataclasses.replace(CFG, mtp=MtpConfig(), mesh=MeshConfig(context=3), pack=short),
+            "mesh.context=3",
+        ),
+    ):
+        with pytest.raises(UserError, match=r"rollout\.context=64.*pack\.budget=16 .*" + key):
+            run.train(cfg, resolve("quick"), tmp_path, {})
+    check_paths(dataclasses.replace(CFG, mesh=MeshConfig(context=4), pack=short))
+    check_paths(dataclasses.replace(CFG, mtp=MtpConfig(), pack=short))
     with pytest.raises(UserError, match="out=/nowhere/x: no such folder"):
         export(ExportConfig(model="quick", out="/nowhere/x"))
 

@@ -16,6 +16,9 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from experiments.serve import Sizes
+from forge_jax.config import RolloutConfig
+
 TOOL = {
     "type": "function",
     "function": {
@@ -148,6 +151,11 @@ def test_a_server_that_is_stopped_before_it_is_ready_leaves_nothing(
     assert not list(tmp_path.glob("*admin-key*"))
 
 
+def test_sizes_are_those_of_the_engine() -> None:
+    sizes = {"slots": 3, "context": 24, "prefill_rows": 2, "decode_steps": 5, "dtype": "bfloat16"}
+    assert Sizes(**sizes).of(64) == RolloutConfig(**sizes)
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -156,6 +164,8 @@ def test_a_server_that_is_stopped_before_it_is_ready_leaves_nothing(
         ("model=tests", "model='tests'"),
         ("model=quick rollout.context=9999", "rollout.context=9999"),
         ("engine=scripted", "script=None"),
+        ("engine=scripted script=x.json mesh=host", "mesh goes with engine=real"),
+        ("model=quick rollout.dtype=int8", "dtype='int8'"),
         ("engine=other", "engine='other'"),
         ("nokey=1", "nokey"),
         ("+nokey=1 model=quick", "nokey=1"),

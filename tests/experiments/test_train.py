@@ -15,11 +15,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
+from experiments import command
 from experiments.train import continued
 from forge_jax.config import UserError
 from forge_jax.sched.pool import Pool
 
+CONFIGS = Path(command.CONFIGS)
 TINY = (
     "steps=5",
     "warm.steps=80",
@@ -136,6 +140,14 @@ def test_the_run_folder_is_a_model_that_evaluates_alike(
     assert found["mean_turns"] == summary["mean_turns"]
 
 
+def test_a_model_elsewhere_is_cut_by_nobody_here(environment: dict[str, str]) -> None:
+    overrides = ("model=any", "task=hop", "url=http://127.0.0.1:9/v1", "mesh.tensor=2")
+    run = start(environment, *overrides, python=("-m", "experiments.eval"))
+    out, err = run.communicate(timeout=120)
+    assert (run.returncode, out) == (2, "")
+    assert "mesh goes with a model served here, not with url=" in err.splitlines()[-1]
+
+
 def test_an_endpoint_that_does_not_answer_is_no_score(environment: dict[str, str]) -> None:
     overrides = ("model=any", "task=hop", "episodes=2", "url=http://127.0.0.1:9/v1")
     run = start(environment, *overrides, python=("-m", "experiments.eval"))
@@ -221,6 +233,22 @@ def test_a_resume_does_not_become_another_run(calm: Path, override: str) -> None
     assert continued(calm, [f"resume={calm}", "steps=9"])["steps"] == 9
     with pytest.raises(UserError, match=re.escape(override.removeprefix("++plain."))):
         continued(calm, [f"resume={calm}", override])
+
+
+@pytest.mark.parametrize("name", [file.stem for file in (CONFIGS / "mesh").glob("*.yaml")])
+def test_a_resume_takes_a_mesh_by_name_as_a_fresh_run_does(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.yaml").write_text("steps: 3\nmesh: {data: 7, tensor: 7}\n")
+    overrides = ["mesh.expert=5", f"mesh={name}", "logging=none"]
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        fresh = compose("train", overrides=overrides)
+    wanted = {"steps": 3, "mesh": OmegaConf.to_container(fresh.mesh)}
+    assert continued(tmp_path, overrides) == wanted
+
+
+def test_a_resume_names_a_mesh_that_there_is_not(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("steps: 3\n")
+    with pytest.raises(UserError, match="mesh=desk is none of experts, host, one, pod, slices"):
+        continued(tmp_path, ["mesh=desk"])
 
 
 @pytest.mark.slow
