@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 
@@ -13,7 +14,7 @@ train: $(VENV)/run.stamp
 	$(BIN)/python -m experiments.train $(ARGS)
 
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff format --check .
