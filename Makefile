@@ -1,9 +1,9 @@
 # make train   trains the default agent on this machine     (ARGS="key=value ...")
-# make test    runs the tests                               (ARGS="tests/sched -k window")
+# make test    runs the tests, in WORKERS=2 processes       (ARGS="tests/sched -k window")
 # make lint    checks format, lint and types
-PYTHON ?= python3
-VENV   ?= .venv
-ARGS   ?=
+PYTHON  ?= python3
+VENV    ?= .venv
+ARGS    ?=
 WORKERS ?= 2
 
 BIN := $(VENV)/bin
