@@ -56,7 +56,7 @@ def run(cfg: PlanConfig, folder: Path) -> dict[str, Any]:
         bar = bars.add_task("meshes", total=len(meshes))
         guesses = search.ranked(meshes, lambda m: guess(job, m), lambda: bars.advance(bar))
     console.print(tabulated(job, "estimates", guesses[:SHOWN]))
-    measured = compile_best(job, [one.sizes for one in guesses[: cfg.compile]], console)
+    measured = compile_best(job, [one.sizes for one in guesses[: cfg.compiled]], console)
     console.print(tabulated(job, "compiled", [one.candidate for one in measured]))
     folder.mkdir(parents=True, exist_ok=True)
     results = [result(job, one) for one in measured]

@@ -33,7 +33,7 @@ class Sent(NamedTuple):
 
     kind: str
     axes: tuple[str, ...]  # of the mesh, over which it goes
-    weights: bool  # of weights or their gradients, which no activation waits for
+    weights: bool  # of weights or their gradients, or beside products: nobody waits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,10 @@ compiler cuts the program over the mesh, by how weights and caches lie: slots ov
 the mesh, heads over "tensor".
 """
 
-from typing import Any
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +20,17 @@ from experiments.planning.counting import Sent, Work
 from experiments.planning.estimate import Rough
 from experiments.planning.programs import Program
 from experiments.planning.topology import Topology
+from forge_jax.collectives import Axes
 from forge_jax.config import MeshConfig
 from forge_jax.models.config import ModelConfig
+from forge_jax.models.experts import ROWS
 from forge_jax.rollout import programs as engine
 from forge_jax.rollout.cache import cache_sharding
-from forge_jax.sharding import automatic, replicated
+from forge_jax.sharding import PLACES, automatic, cuts, replicated
+from forge_jax.trees import Param
+
+# Experts' matrices that the compiler copies in every step, as its kernels want them laid out.
+LAID_ANEW = ("gate", "up")
 
 
 def programs(
@@ -63,27 +72,106 @@ def model_flops(model: ModelConfig, cfg: PlanConfig, topology: Topology) -> floa
 def rough(
     model: ModelConfig, mesh: Mesh, sizes: MeshConfig, cfg: PlanConfig, topology: Topology
 ) -> Rough:
-    """A step in closed form: weights and caches are read once."""
-    of = estimate.sizes(model, mesh, cfg)
-    count = slots(cfg, topology)
-    here = count / sizes.places if count % sizes.places == 0 else count
+    """A step in closed form: weights and caches are read once.
+
+    Weights stay where they are, but for experts cut along their width, which are lent.
+    """
+    of, share = estimate.sizes(model, mesh, cfg), dealt(model, mesh, sizes, cfg, topology)
+    lent = [weight for weight in of.weights if _lent(weight, model)]
     stored = sum(weight.stored for weight in of.weights) * of.bytes
-    used = sum(weight.used * max(1, weight.layers) for weight in of.weights) * of.bytes
-    cache = 2 * here * model.layers * of.kv_heads * cfg.context * model.head_dim * of.bytes
-    table = of.top * of.bytes  # of the embedding a row a slot is read
-    sent: dict[Sent, float] = {}
-    if sizes.tensor > 1:
-        size = here * model.embed * of.bytes * 2 * (1 - 1 / sizes.tensor)
-        sent[Sent("psum", ("tensor",), False)] = (2 * model.layers + 1) * size
-    if used > stored:
-        lent = tuple(sorted({axis for weight in of.weights for axis in weight.lent}))
-        sent[Sent("all_gather", lent, True)] = used - stored
-    flops = model_flops(model, cfg, topology) * here / count / sizes.tensor
-    layer = max(weight.used for weight in of.weights) * of.bytes if used > stored else 0.0
-    memory = {
-        "weights": stored,
-        "cache": cache,
-        "working": layer + 4 * here * model.vocab / sizes.tensor * estimate.WIDE,
-    }
-    moved = cache + used - (0 if model.tied else table)
+    come = sum(weight.used * weight.layers - weight.stored for weight in lent) * of.bytes
+    cache = 2 * share.here * model.layers * of.kv_heads * cfg.context * model.head_dim * of.bytes
+    logits = share.met * model.vocab / sizes.tensor * estimate.WIDE
+    whole = max((weight.used for weight in lent), default=0.0) * of.bytes
+    memory = {"weights": stored, "cache": cache, "working": whole + 4 * logits}
+    sent: dict[Sent, float] = defaultdict(float)
+    for kind, axes, size, weights in _collectives(of, share, sizes):
+        ranks = of.ranks(*axes)
+        if ranks > 1:
+            over = tuple(sorted(axis for axis in axes if mesh.shape[axis] > 1))
+            times = 2 if kind == "psum" else 1
+            sent[Sent(kind, over, weights)] += times * size * (1 - 1 / ranks)
+    flops = _products(of, share, sizes)
+    table = 0 if model.tied else of.top / of.ranks(*share.width) * of.bytes
+    moved = cache + stored + come - table  # of the embedding a row a slot is read
     return Rough(memory, [(1, Work(flops=flops, passes=flops, sent=sent), moved)])
+
+
+class Share(NamedTuple):
+    """The slots that a device has to do with."""
+
+    here: float  # whose caches it holds
+    met: float  # whose residual streams meet its part of the weights
+    routed: float  # whose tokens go over its experts
+    places: Axes  # along which caches are cut, and streams too
+    width: Axes  # along which the model's width is cut: of weights, so of streams
+
+
+def dealt(
+    model: ModelConfig, mesh: Mesh, sizes: MeshConfig, cfg: PlanConfig, topology: Topology
+) -> Share:
+    """How the engine deals slots out: see `cache_sharding`, `transformer.block` and `moe`."""
+    count = slots(cfg, topology)
+    [width] = cuts(Param((model.embed,), ("embed",), 0.0), mesh)
+    even = count % sizes.places == 0
+    places = tuple(axis for axis in width if axis in PLACES) if even else ()
+    apart = sizes.places // sizes.expert * sizes.context
+    here = count / sizes.places if even else float(count)
+    return Share(
+        here=here,
+        met=here * math.prod(mesh.shape[axis] for axis in places),
+        routed=count / apart if count % apart == 0 else float(count),
+        places=places,
+        width=width,
+    )
+
+
+def _lent(weight: estimate.Weight, model: ModelConfig) -> bool:
+    return bool(model.experts and weight.lent and weight.name in estimate.EXPERTS)
+
+
+def _collectives(
+    of: estimate.Sizes, share: Share, sizes: MeshConfig
+) -> Iterator[tuple[str, Axes, float, bool]]:
+    """Kind, axes, and bytes of the whole of each array, and whether it is of weights: large ones.
+
+    Streams are cut as the width of the weights is. Products of parts are summed over it, the
+    slots that share a device's places first, and what attention made for these is gathered.
+    """
+    m, b = of.model, of.bytes
+    inner = tuple(axis for axis in share.width if axis not in share.places)
+    part = share.met * m.embed / of.ranks(*share.width)
+    made = (of.heads + 2 * of.kv_heads) * m.head_dim * m.layers * b
+    made += 0 if m.experts else 2 * m.ffn / sizes.tensor * m.layers * b
+    made += m.vocab / sizes.tensor * estimate.WIDE
+    yield "psum", share.places, share.met * made, False
+    yield "psum", inner, share.here * made, False
+    attended = share.met * of.heads * m.head_dim * m.layers * b
+    yield "all_gather", share.places, attended, False
+    yield "psum", ("tensor",), part * b * (1 + (1 if m.experts else 2) * m.layers), False
+    if not m.experts:
+        return
+    routed = share.routed * m.embed * m.layers
+    entering = "all_gather" if sizes.expert > 1 else "all_to_all"
+    yield entering, share.width, routed * b, False
+    yield "psum", ("expert", "tensor"), routed * estimate.WIDE, False
+    for weight in of.weights:
+        if _lent(weight, m):
+            yield "all_gather", weight.lent, weight.used * weight.layers * b, True
+
+
+def _products(of: estimate.Sizes, share: Share, sizes: MeshConfig) -> float:
+    """FLOPs: of attention for the caches that are here, of experts for chunks of whole rows."""
+    m = of.model
+    attention = 4 * share.here * m.layers * of.heads * m.head_dim * of.context
+    dense = sum(
+        weight.stored
+        for weight in of.weights
+        if weight.name in ("q", "k", "v", "o")
+        or (weight.name in estimate.EXPERTS and not m.experts)
+    )
+    linear = 2 * share.met * (dense + of.top / of.ranks(*share.width))
+    if not m.experts:
+        return attention + linear
+    rows = math.ceil(share.routed * m.experts_per_token / ROWS) * ROWS
+    return attention + linear + 6 * rows * m.embed * m.ffn / sizes.tensor * m.layers

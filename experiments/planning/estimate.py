@@ -142,7 +142,7 @@ def sizes(model: ModelConfig, mesh: Mesh, cfg: PlanConfig) -> Sizes:
         context=cfg.context,
         tile=tile,
         bytes=2 if cfg.dtype == "bfloat16" else 4,
-        remat=cfg.remat,
+        remat=cfg.remembered,
         weights=tuple(_weights(model, mesh)),
     )
 

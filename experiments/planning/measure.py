@@ -6,6 +6,7 @@ search that was interrupted goes on where it was.
 """
 
 import hashlib
+import inspect
 import json
 import re
 import time
@@ -29,6 +30,9 @@ WANTED = (
     re.compile(r"required for HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds"),
 )
 
+# What findings are read off with: where one of these changes, they are found anew.
+READERS = (hlo, traffic, partitioned, counting)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
@@ -38,7 +42,7 @@ class Facts:
     moved: float | None  # bytes to and from memory; None where memory ran out
     compile_seconds: float
     flops: float = 0.0  # by the compiler, a loop's body once
-    sent: list[tuple[str, list[str], float]] = field(default_factory=list)  # kind, axes, bytes
+    sent: list[tuple[str, list[str], bool, float]] = field(default_factory=list)  # `Sent`, bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +91,9 @@ def _work(program: Program, facts: Facts, mesh: Mesh) -> counting.Work:
     if not program.partitioned:
         known = counting.Known(mesh=dict(mesh.shape), live=program.live, taken=program.taken)
         return counting.count(program.traced.jaxpr, known)
-    sent = {counting.Sent(kind, tuple(axes), False): size for kind, axes, size in facts.sent}
+    sent = {
+        counting.Sent(kind, tuple(axes), weights): size for kind, axes, weights, size in facts.sent
+    }
     return counting.Work(flops=facts.flops, passes=facts.flops, sent=sent)
 
 
@@ -109,7 +115,7 @@ def compiled(program: Program, lowered: Any, mesh: Mesh) -> Facts:
         moved=traffic.moved(read, program.live, program.taken),
         compile_seconds=took,
         flops=made.cost_analysis()["flops"],
-        sent=[(key.kind, list(key.axes), size) for key, size in sent.items()],
+        sent=[(key.kind, list(key.axes), key.weights, size) for key, size in sent.items()],
     )
 
 
@@ -138,5 +144,6 @@ def _name(program: Program, lowered: Any, topology: Topology) -> str:
     """Of everything that findings depend on."""
     said = [topology.name, str(topology.slices), str(program.live), str(program.taken)]
     said += [metadata.version(package) for package in ("jax", "libtpu")]
+    said += [inspect.getsource(module) for module in READERS]
     text = "\n".join([*said, lowered.as_text()])
     return hashlib.sha256(text.encode()).hexdigest()[:24]

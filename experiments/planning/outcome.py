@@ -11,6 +11,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from experiments.planning import counting, decode, estimate, measure, programs, report
+from experiments.planning.chips import GIB
 from experiments.planning.config import PlanConfig
 from experiments.planning.measure import Found
 from experiments.planning.roofline import Seconds, by_axes, seconds
@@ -19,8 +20,6 @@ from experiments.planning.topology import Topology
 from forge_jax.config import MeshConfig
 from forge_jax.models.config import ModelConfig
 from forge_jax.sharding import mesh_from
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.planning.report import BUSY, GIB, shape
+from experiments.planning.chips import GIB
+from experiments.planning.report import BUSY, shape
 from experiments.planning.roofline import LIMITS
 from experiments.planning.search import Candidate
 

@@ -88,7 +88,7 @@ def _add(
 def step_config(model: ModelConfig, cfg: PlanConfig) -> StepConfig:
     """What is compiled into the train step."""
     return StepConfig(
-        model=model, attention=ATTENTION, remat=cfg.remat, dtype=cfg.dtype,
+        model=model, attention=ATTENTION, remat=cfg.remembered, dtype=cfg.dtype,
         tile=cfg.tile or abstract.TILES[0],
     )  # fmt: skip
 

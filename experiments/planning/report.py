@@ -9,18 +9,18 @@ from typing import Any
 
 from rich.table import Table
 
+from experiments.planning.chips import GIB
 from experiments.planning.roofline import Seconds
-from experiments.planning.search import AXES, Candidate
+from experiments.planning.search import Candidate
 from forge_jax.config import MeshConfig
+from forge_jax.sharding import AXES
 
-GIB = 2**30
 BUSY = [part.name for part in fields(Seconds)]
 
 
 def shape(sizes: MeshConfig) -> str:
     """The axes of more than one device."""
-    names = ("slice", *AXES)
-    said = [f"{name}={getattr(sizes, name)}" for name in names if getattr(sizes, name) > 1]
+    said = [f"{name}={getattr(sizes, name)}" for name in AXES if getattr(sizes, name) > 1]
     return " ".join(said) or "one device"
 
 
@@ -50,7 +50,7 @@ def largest(parts: Mapping[str, float]) -> str:
 
 def sizes_of(mesh: MeshConfig) -> dict[str, int]:
     """Of all axes, for JSON."""
-    return {name: getattr(mesh, name) for name in ("slice", *AXES)}
+    return {name: getattr(mesh, name) for name in AXES}
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, Any]:

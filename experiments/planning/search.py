@@ -13,8 +13,10 @@ from experiments.planning.roofline import Seconds
 from experiments.planning.topology import Topology
 from forge_jax.config import MeshConfig, UserError
 from forge_jax.models.config import ModelConfig
+from forge_jax.rl import ranks
+from forge_jax.sharding import AXES
 
-AXES = ("data", "fsdp", "expert", "context", "tensor")  # inside a slice
+INSIDE = AXES[1:]  # of a slice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,17 +36,17 @@ class Candidate:
 
 
 def meshes(model: ModelConfig, topology: Topology, cfg: PlanConfig) -> list[MeshConfig]:
-    """Every mesh of all devices that the model can be cut over.
+    """Every mesh of all devices that the model can be cut over, no two of one effect.
 
     Raises UserError where there is none.
     """
     found = [
-        MeshConfig(slice=topology.slices, **dict(zip(AXES, sizes, strict=True)))
-        for sizes in _products(topology.devices // topology.slices, len(AXES))
+        MeshConfig(slice=topology.slices, **dict(zip(INSIDE, sizes, strict=True)))
+        for sizes in _products(topology.devices // topology.slices, len(INSIDE))
     ]
     kept = [sizes for sizes in found if not refusal(sizes, model, cfg)]
-    if cfg.what == "decode":  # where weights are lent, every token would wait for all of them
-        kept = [s for s in kept if s.fsdp == s.context == s.expert == 1]
+    if not model.experts:  # what "expert" cuts then, "fsdp" does
+        kept = [sizes for sizes in kept if sizes.expert == 1]
     if not kept:
         raise UserError(f"no mesh of {topology.devices} devices suits the model")
     return kept
@@ -52,23 +54,15 @@ def meshes(model: ModelConfig, topology: Topology, cfg: PlanConfig) -> list[Mesh
 
 def refusal(sizes: MeshConfig, model: ModelConfig, cfg: PlanConfig) -> str | None:
     """Why a mesh cannot be, in the words of its keys; None where it can."""
-    for axis, name in (
-        ("tensor", "heads"), ("tensor", "kv_heads"), ("tensor", "ffn"), ("expert", "experts"),
-    ):  # fmt: skip
-        ranks, size = getattr(sizes, axis), getattr(model, name)
-        if size % ranks or (not size and ranks > 1):
-            return f"mesh.{axis}={ranks} does not divide the model's {name}={size}"
     if sizes.context > cfg.context:
         return f"mesh.context={sizes.context} is more than context={cfg.context}"
-    return None
+    return ranks.refusal(model, vars(sizes))
 
 
 def check(sizes: MeshConfig, model: ModelConfig, topology: Topology, cfg: PlanConfig) -> None:
     """Raises UserError where `sizes` is no mesh of the topology that suits the model."""
     devices = sizes.places * sizes.context * sizes.tensor
-    said = " ".join(
-        f"{name}={getattr(sizes, name)}" for name in ("slice", *AXES) if getattr(sizes, name) > 1
-    )
+    said = " ".join(f"{name}={getattr(sizes, name)}" for name in AXES if getattr(sizes, name) > 1)
     if devices != topology.devices or sizes.slice != topology.slices:
         raise UserError(
             f"mesh {said or 'of 1'} has {devices} devices in {sizes.slice} slices; "

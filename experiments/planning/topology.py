@@ -9,8 +9,10 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
+import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
@@ -25,6 +27,7 @@ QUIET = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
+UNKNOWN = "INVALID_ARGUMENT"  # how the compiler begins what it says of a slice there is not
 HOST = 4  # chips of the smallest host; a smaller slice is a part of one
 
 
@@ -93,11 +96,13 @@ def devices(topology: Topology) -> list[Any]:
     options: dict[str, Any] = {"num_slices": topology.slices} if topology.slices > 1 else {}
     if math.prod(topology.shape) < HOST:
         options["chips_per_host_bounds"] = (*topology.shape, 1, 1)[:3]
+    if find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
+        raise UserError("no TPU compiler here: pip install libtpu")
     try:
         made = topologies.get_topology_desc(topology.name, platform="tpu", **options).devices
-    except Exception as error:
-        if "libtpu" in str(error):
-            raise UserError("no TPU compiler here: pip install libtpu") from error
+    except jax.errors.JaxRuntimeError as error:
+        if not str(error).startswith(UNKNOWN):
+            raise
         raise UserError(f"topology={topology.name!r}: {error}") from error
     return list(made)
 

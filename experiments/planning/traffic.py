@@ -46,8 +46,9 @@ def moved(program: Program, live: float = 1.0, taken: float = 1.0) -> float:
             return sum(map(computation, called(x, "to_apply") + called(x, "calls")))
         if x.opcode == "custom-call":
             estimate = ESTIMATE.search(x.attributes)
-            if estimate:
-                return float(estimate[1]) * (live if ATTENTION in x.name else 1)
+            if estimate:  # of all that it reads and writes, wherever that lives
+                said = max(0, int(estimate[1]) - _core(x, inside))
+                return said * (live if ATTENTION in x.name else 1)
             return 0.0 if "AllocateBuffer" in x.attributes else _all(x, inside)
         return _fusion(x, inside, program) if x.opcode == "fusion" else _other(x, inside)
 
@@ -75,6 +76,12 @@ def _hbm(x: Instruction) -> int:
 
 def _size(x: Instruction) -> int:
     return sum(buffer.size for buffer in x.buffers)
+
+
+def _core(x: Instruction, inside: Computation) -> int:
+    """Bytes of operands and results in a memory of the core."""
+    every = (x, *(inside.instructions[name] for name in x.operands))
+    return sum(_size(one) - _hbm(one) for one in every)
 
 
 def _all(x: Instruction, inside: Computation) -> float:

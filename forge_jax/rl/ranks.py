@@ -44,7 +44,8 @@ def ready(
     """
     whole = layout(model)
     pairs = adapters_layout(model, lora)["layers"] if lora.rank else {}
-    check(model, mesh)
+    if mesh is not None:
+        check(model, mesh.shape)
 
     def one(name: str, param: Param, weight: Array, stacked: int) -> Array:
         axes, dim = _lent(param, mesh, stacked)
@@ -95,15 +96,24 @@ def _lent(param: Param, mesh: Mesh | None, stacked: int) -> tuple[Axes, int]:
     return (), 0
 
 
-def check(model: ModelConfig, mesh: Mesh | None) -> None:
-    """Raises UserError naming the axis of `mesh` that does not divide a size of `model`."""
-    if mesh is None:
-        return
+def check(model: ModelConfig, ranks: Mapping[str, int]) -> None:
+    """Raises UserError where ranks along the axes of a mesh, so many each, do not suit `model`."""
+    refused = refusal(model, ranks)
+    if refused:
+        raise UserError(refused)
+
+
+def refusal(model: ModelConfig, ranks: Mapping[str, int]) -> str | None:
+    """Which axis does not divide which size of `model`; None where all do.
+
+    Where there are no experts "expert" cuts what "fsdp" does.
+    """
     sizes = [("tensor", name) for name in ("heads", "kv_heads", "ffn")]
     for axis, name in [*sizes, ("expert", "experts")]:
-        size, ranks = getattr(model, name), mesh.shape[axis]
-        if size % ranks:
-            raise UserError(f"mesh.{axis}={ranks} does not divide the model's {name}={size}")
+        size = getattr(model, name)
+        if size % ranks[axis]:
+            return f"mesh.{axis}={ranks[axis]} does not divide the model's {name}={size}"
+    return None
 
 
 def specs(model: ModelConfig, mesh: Mesh, lora: LoraConfig = NO_ADAPTERS) -> Any:

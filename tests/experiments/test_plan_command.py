@@ -17,6 +17,7 @@ from experiments.planning.measure import out_of_memory
 from experiments.planning.models import sizes
 from experiments.planning.topology import parse
 from forge_jax.config import MeshConfig, UserError
+from forge_jax.rl import ranks
 
 ROOT = Path(__file__).parent.parent.parent
 KEYS = {
@@ -72,7 +73,7 @@ def test_training_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     kept = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert (len(kept["compiled"]), len(kept["estimates"])) == (1, 9)
     mesh = found["mesh"]
-    again = run(asked(**vars(cfg) | {"mesh": mesh}), tmp_path / "again")
+    again = run(asked(**vars(cfg) | {"mesh": mesh, "compile": None}), tmp_path / "again")
     assert {k: v for k, v in again.items() if k != "run_dir"} == {
         k: v for k, v in found.items() if k != "run_dir"
     }
@@ -138,12 +139,24 @@ def test_memory_that_ran_out_is_read_off_the_compiler() -> None:
         ({"remat": "some"}, "remat='some' must be one of"),
         ({"dtype": "int8"}, "dtype='int8' must be one of"),
         ({"tile": 200}, "tile=200 must divide by 128"),
-        ({"tokens_per_step": 512}, "tokens_per_step=512 must hold a sequence"),
+        ({"tokens_per_step": 512}, "tokens_per_step=512 must be a multiple of context=1024"),
+        ({"tokens_per_step": 2047}, "tokens_per_step=2047 must be a multiple of context=1024"),
+        ({"slots": 8}, "slots=8 is for what=decode only"),
+        (
+            {"what": "decode", "tokens_per_step": 1024},
+            "tokens_per_step=1024 is for what=train only",
+        ),
+        ({"what": "decode", "remat": "block"}, "remat=block is for what=train only"),
+        ({"what": "decode", "tile": 128}, "tile=128 is for what=train only"),
+        ({"mesh": {"fsdp": 4}, "compile": 2}, "compile=2 is for mesh=auto only"),
         ({"mesh": "best"}, "mesh='best' must be auto or sizes"),
         ({"mesh": {"fsdp": 3}}, "mesh fsdp=3 has 3 devices .* has 4"),
         ({"mesh": {"rows": 4}}, "unknown key mesh.rows=4"),
         ({"mesh": {"tensor": 4}}, "mesh.tensor=4 does not divide the model's kv_heads=2"),
-        ({"mesh": {"expert": 4}}, "mesh.expert=4 does not divide the model's experts=0"),
+        (
+            {"model": "micro-moe", "topology": "v5e:4x4", "mesh": {"expert": 16}},
+            "mesh.expert=16 does not divide the model's experts=8",
+        ),
         ({"mesh": {"slice": 2, "fsdp": 2}}, "in 2 slices; .* has 4 in 1"),
     ],
 )
@@ -174,3 +187,14 @@ def test_all_meshes_are_sought_and_no_other() -> None:
     assert {m.expert for m in dense} == {1}
     assert max(m.tensor for m in dense) == 2, "two key heads"
     assert MeshConfig(fsdp=4) in dense
+    decode = asked(model="micro-moe", what="decode")
+    assert search.meshes(sizes("micro-moe"), parse("v5e:2x2"), decode) == found
+
+
+def test_a_dense_model_takes_what_the_trainer_takes() -> None:
+    """Where there are no experts, "expert" cuts as "fsdp" does: allowed, though not sought."""
+    dense, cfg = sizes("micro"), asked()
+    search.check(MeshConfig(expert=4), dense, parse("v5e:2x2"), cfg)
+    ranks.check(dense, vars(MeshConfig(expert=4)))
+    with pytest.raises(UserError, match=r"mesh\.tensor=4 does not divide"):
+        ranks.check(dense, vars(MeshConfig(tensor=4)))

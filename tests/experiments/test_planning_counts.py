@@ -184,12 +184,13 @@ ENTRY %main (x: f32[6,100]) -> f32[6,100] {
 
 
 def test_traffic_of_a_program_by_hand() -> None:
-    """A round slices 400 bytes into the core, a kernel says 1000, 400 more are read and as many
-    written in place, and the index is read twice; at the end 2400 are copied."""
+    """A round slices 400 bytes into the core, a kernel says 1000, 400 of them in the core, 400
+    more are read and as many written in place, and the index is read twice; at the end 2400 are
+    copied."""
     program = parse(PROGRAM)
     [loop] = [x for x in program.computations["main"].instructions.values() if x.opcode == "while"]
     assert trips(loop, program) == 6
-    assert moved(program) == 6 * (400 + 4 + 1000 + 400 + 400 + 4) + 2 * 2400
+    assert moved(program) == 6 * (400 + 4 + 600 + 400 + 400 + 4) + 2 * 2400
     unknown = parse(PROGRAM.replace("direction=LT", "direction=NE"))
     with pytest.raises(NotImplementedError, match="unknown length: loop"):
         moved(unknown)
@@ -246,3 +247,30 @@ ENTRY %main (x: f32[100]) -> f32[100] {{
     mesh = jax.make_mesh((2, 4), ("a", "b"))
     assert sent(parse(text), mesh) == {Sent("psum", axes, False): 2 * 400 * (ranks - 1) / ranks}
     assert sent(parse(text.replace(groups, "replica_groups={{0},{1}}")), mesh) == {}
+
+
+CHAIN = """HloModule spread
+
+%start (a: f32[100]) -> (f32[100], f32[400]) {
+  %a = f32[100]{0} parameter(0)
+  %first = f32[400]{0} all-gather(%a), replica_groups=[2,4]<=[8], frontend_attributes={chain_id="0"}
+  ROOT %both = (f32[100], f32[400]) custom-call(%first), custom_call_target="AsyncCollectiveStart"
+}
+
+%done (b: f32[100]) -> f32[400] {
+  %b = f32[100]{0} parameter(0)
+  %last = f32[400]{0} all-gather(%b), replica_groups=[2,4]<=[8], frontend_attributes={chain_id="0"}
+  ROOT %end = f32[400]{0} custom-call(%b, %last), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main (x: f32[100]) -> f32[400] {
+  %x = f32[100]{0} parameter(0)
+  %begun = (f32[100], f32[400]) fusion(%x), kind=kCustom, calls=%start
+  ROOT %all = f32[400]{0} fusion(%x), kind=kCustom, calls=%done
+}
+"""
+
+
+def test_a_collective_spread_over_fusions_counts_once_and_nothing_waits_for_it() -> None:
+    mesh = jax.make_mesh((2, 4), ("a", "b"))
+    assert sent(parse(CHAIN), mesh) == {Sent("all_gather", ("b",), True): 4 * 400 * 3 / 4}

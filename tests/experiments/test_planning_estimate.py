@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import jax
 import pytest
 
-from experiments.planning import estimate, programs
+from experiments.planning import decode, estimate, programs, search
 from experiments.planning.config import PlanConfig, read
-from experiments.planning.counting import Known, Work, count
+from experiments.planning.counting import Known, Sent, Work, count
 from experiments.planning.models import sizes
-from experiments.planning.outcome import Job, guess
+from experiments.planning.outcome import Job, compiled, guess
 from experiments.planning.topology import devices, parse
 from forge_jax.config import MeshConfig
 from forge_jax.models.config import ModelConfig
@@ -97,6 +97,40 @@ def test_model_flops_are_six_a_weight_and_token_and_twelve_a_pair() -> None:
     assert math.isclose(estimate.active(EXPERTS), 2 * expert + 512 * 4096)
 
 
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [
+        (DENSE, MeshConfig(data=2, fsdp=2, tensor=2)),
+        (EXPERTS, MeshConfig(expert=4, tensor=2)),
+    ],
+    ids=["dense", "experts"],
+)
+def test_work_of_a_token_is_that_of_the_program(model: ModelConfig, mesh: MeshConfig) -> None:
+    """As the compiler cuts it: FLOPs to 5 %, collectives between slots to 5 %, those over
+    "tensor", some of which are the sampler's, to 30 %. No weight travels."""
+    pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed")
+    cfg = PlanConfig(model="", topology="v5e:2x4", context=1024, what="decode", slots=16)
+    job = Job(cfg=cfg, model=model, topology=POD, devices=tuple(devices(POD)))
+    guessed = decode.rough(model, job.mesh(mesh), mesh, cfg, POD).programs[0][1]
+    [found] = compiled(job, mesh, lambda said: None).found
+    assert guessed.flops == pytest.approx(found.work.flops, rel=0.05)
+    assert large(guessed.sent).keys() == large(found.work.sent).keys()
+    for key, size in large(found.work.sent).items():
+        assert not key.weights
+        rel = 0.3 if key.axes == ("tensor",) else 0.05
+        assert guessed.sent[key] == pytest.approx(size, rel=rel), key
+
+
+def test_experts_cut_along_their_width_are_lent() -> None:
+    """Three matrices of 16 experts in each of two layers, three quarters of each from others."""
+    cut = MeshConfig(fsdp=4, tensor=2)
+    cfg = PlanConfig(model="", topology="v5e:2x4", context=1024, what="decode", slots=16)
+    guessed = decode.rough(EXPERTS, mesh_from(cut, jax.devices()), cut, cfg, POD).programs[0][1]
+    lent = {key: size for key, size in guessed.sent.items() if key.weights}
+    size = 2 * 3 * 16 * 512 * 512 // 2 * 2 * 3 / 4
+    assert lent == {Sent("all_gather", ("fsdp",), True): size}
+
+
 # What experiments.plan printed of programs that it compiled, for jax 0.10.2: model, topology,
 # context, mesh; GiB of a chip, TB to and from its memory, seconds at least.
 COMPILED = [
@@ -128,3 +162,25 @@ def test_estimates_are_near_what_was_compiled(
     assert found.bytes / 2**30 == pytest.approx(gib, rel=0.2)
     assert found.seconds.hbm * where.chip.hbm_rate / 1e12 == pytest.approx(tb, rel=0.4)
     assert found.bound == pytest.approx(bound, rel=0.1)
+
+
+# The same of a token, with 16 slots; TB to and from memory, seconds at least.
+DECODED = ("qwen3-30b-a3b", "v5e:4x4", 16384, {"expert": 4, "tensor": 4}, 5.26, 0.005608, 0.007228)
+
+
+def test_experts_are_decoded_where_they_are() -> None:
+    """The estimate beside what was compiled, as above; and the search finds such a mesh."""
+    pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed")
+    model, topology, context, mesh, gib, tb, bound = DECODED
+    keys = {"model": model, "topology": topology, "context": context, "mesh": mesh}
+    cfg, where = read(keys | {"what": "decode", "slots": 16}), parse(topology)
+    job = Job(cfg=cfg, model=sizes(model), topology=where, devices=tuple(devices(where)))
+    found = guess(job, MeshConfig(**mesh))
+    assert found.bytes / 2**30 == pytest.approx(gib, rel=0.2)
+    assert found.seconds.hbm * where.chip.hbm_rate / 1e12 == pytest.approx(tb, rel=0.4)
+    assert found.bound == pytest.approx(bound, rel=0.1)
+    meshes = search.meshes(job.model, where, cfg)
+    best = search.ranked(meshes, lambda one: guess(job, one), lambda: None)[0]
+    assert best.fits
+    assert best.sizes.expert > 1
+    assert best.bound <= found.bound
