@@ -1,14 +1,19 @@
 """What a plan counts: products and collectives by hand, loops by their rounds, traffic by HLO."""
 
+import inspect
 from functools import partial
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from experiments.planning import counting, hlo, measure, partitioned, traffic
 from experiments.planning.counting import Known, Sent, Work, count
 from experiments.planning.hlo import parse
 from experiments.planning.partitioned import sent
+from experiments.planning.programs import Program
+from experiments.planning.topology import parse as topology
 from experiments.planning.traffic import moved, trips
 
 X = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16)
@@ -274,3 +279,21 @@ ENTRY %main (x: f32[100]) -> f32[400] {
 def test_a_collective_spread_over_fusions_counts_once_and_nothing_waits_for_it() -> None:
     mesh = jax.make_mesh((2, 4), ("a", "b"))
     assert sent(parse(CHAIN), mesh) == {Sent("all_gather", ("b",), True): 4 * 400 * 3 / 4}
+
+
+@pytest.mark.parametrize("changed", [hlo, traffic, partitioned, counting, measure])
+def test_findings_are_found_anew_where_what_reads_them_changed(
+    changed: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure.metadata, "version", lambda package: "1")
+    program = Program(name="one", traced=None, runs=1, beside={}, names={})
+    lowered = jax.jit(lambda x: x).lower(X)
+    source = inspect.getsource
+
+    def name() -> str:
+        return measure._name(program, lowered, topology("v5e:2x2"))
+
+    before = name()
+    assert before == name()
+    monkeypatch.setattr(inspect, "getsource", lambda one: source(one) + "#" * (one is changed))
+    assert before != name()

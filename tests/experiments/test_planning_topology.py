@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from experiments.planning import topology
 from experiments.planning.counting import Sent, Work
 from experiments.planning.roofline import Seconds, seconds
 from experiments.planning.topology import devices, ici_rate, links, parse
@@ -27,8 +28,8 @@ from forge_jax.sharding import AXES
     ],
 )
 def test_a_name_is_a_shape(said: str, name: str, chips: int) -> None:
-    topology = parse(said)
-    assert (topology.name, topology.chips) == (name, chips)
+    found = parse(said)
+    assert (found.name, found.chips) == (name, chips)
 
 
 @pytest.mark.parametrize(
@@ -107,9 +108,25 @@ def test_between_slices_goes_a_slices_part() -> None:
 def test_devices_are_those_of_the_compiler() -> None:
     pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed")
     for said in ("v5p:4x4x4", "v4:2x2x1", "v5e:1x1"):
-        topology = parse(said)
-        assert len(devices(topology)) == topology.devices
+        slice_of = parse(said)
+        assert len(devices(slice_of)) == slice_of.devices
     assert {d.slice_index for d in devices(parse("v5e:2x2", slices=2))} == {0, 1}
     with pytest.raises(UserError, match="topology='v5e:3x5'"):
         devices(parse("v5e:3x5"))
     assert jax.default_backend() == "cpu"
+
+
+def test_only_what_the_compiler_does_not_know_is_the_callers_mistake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise jax.errors.JaxRuntimeError("INTERNAL: the compiler's own fault")
+
+    monkeypatch.setattr(topology, "find_spec", lambda name: name)
+    monkeypatch.setattr(topology.topologies, "get_topology_desc", fails)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="own fault"):
+        devices(parse("v5e:2x2"))
+    monkeypatch.setattr(topology, "find_spec", lambda name: None)
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    with pytest.raises(UserError, match="pip install libtpu"):
+        devices(parse("v5e:2x2"))
