@@ -118,11 +118,7 @@ def to_batch(tree: PackedTree, cfg: StepConfig) -> Batch:
 
 
 def occurrences(
-    params: Any,
-    batch: Batch,
-    cfg: StepConfig,
-    mesh: Mesh | None = None,
-    context: Any = None,
+    params: Any, batch: Batch, cfg: StepConfig, mesh: Mesh | None = None, context: Any = None
 ) -> Found:
     """One forward pass over a micro-batch.
 
@@ -134,18 +130,9 @@ def occurrences(
     the own ones.
     """
     params = adapt(params, cfg.lora)
-    scale = cfg.model.head_dim**-0.5
     ready = ranks.ready(cfg.model, cfg.dtype, mesh, cfg.lora)
     shared = ranks.over(mesh, "context")
-
-    def attend(q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
-        k, v = (named(whole(x, shared, wide=True), "keys") for x in (k, v))
-        if cache is not None:
-            (keys, values), cache = cache, (k.astype(cache[0].dtype), v.astype(cache[1].dtype))
-            k, v = jnp.concatenate([keys, cache[0]]), jnp.concatenate([values, cache[1]])
-        o, _ = tree_attention(q, k, v, batch.plan, scale=scale, implementation=cfg.attention)
-        return o, cache
-
+    attend = _attention(batch, cfg, shared)
     tokens, depth = jnp.asarray(batch.tokens), jnp.asarray(batch.depth)
     routes = None if batch.routes is None else jnp.moveaxis(jnp.asarray(batch.routes), 1, 0)
     h, own, routing = transformer.hidden(
@@ -160,16 +147,7 @@ def occurrences(
         routes=routes,
         multiplicity=jnp.asarray(batch.multiplicity),
     )
-    logp, entropy = cut_edge_logprob(
-        h,
-        transformer.unembedding(params, cfg.model, ready),
-        jnp.asarray(batch.source),
-        jnp.asarray(batch.label),
-        jnp.asarray(batch.temperature),
-        axes=ready.cut.tensor,
-        vocab=cfg.model.vocab,
-        logits=DEVICE_LOGITS if layout_of(cfg.attention, cfg.dtype) == "tiles" else CHUNK_LOGITS,
-    )
+    logp, entropy = _edges(params, h, batch, cfg, ready)
     edge = batch.occurrence_edge
     return Found(
         logp=logp[edge],
@@ -178,6 +156,38 @@ def occurrences(
         own=own,
         routing=routing,
         guess=_guess(params, h, batch, attend, cfg, ready, shared) if cfg.mtp.weight else None,
+    )
+
+
+def _attention(batch: Batch, cfg: StepConfig, shared: Axes) -> Attend:
+    """Queries of a rank against the keys of the micro-batch, whose tokens are cut over the axes
+    `shared`, and against those before them, which a layer's cache has."""
+    scale = cfg.model.head_dim**-0.5
+
+    def attend(q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
+        k, v = (named(whole(x, shared, wide=True), "keys") for x in (k, v))
+        if cache is not None:
+            (keys, values), cache = cache, (k.astype(cache[0].dtype), v.astype(cache[1].dtype))
+            k, v = jnp.concatenate([keys, cache[0]]), jnp.concatenate([values, cache[1]])
+        o, _ = tree_attention(q, k, v, batch.plan, scale=scale, implementation=cfg.attention)
+        return o, cache
+
+    return attend
+
+
+def _edges(
+    params: Any, h: Array, batch: Batch, cfg: StepConfig, ready: Ready
+) -> tuple[Float[Array, " E"], Float[Array, " E"]]:
+    """Log-prob and entropy of the edges."""
+    return cut_edge_logprob(
+        h,
+        transformer.unembedding(params, cfg.model, ready),
+        jnp.asarray(batch.source),
+        jnp.asarray(batch.label),
+        jnp.asarray(batch.temperature),
+        axes=ready.cut.tensor,
+        vocab=cfg.model.vocab,
+        logits=DEVICE_LOGITS if layout_of(cfg.attention, cfg.dtype) == "tiles" else CHUNK_LOGITS,
     )
 
 

@@ -47,32 +47,19 @@ def ready(
     if mesh is not None:
         check(model, mesh.shape)
 
-    def one(name: str, param: Param, weight: Array, stacked: int) -> Array:
-        axes, dim = _lent(param, mesh, stacked)
-        return weights(weight, axes, dim, weight.dtype if name in UNROUNDED else dtype)
-
-    def side(param: Param, held: Array) -> Array:
-        x = one("", param, held, 1)
-        if mesh is None or ("tensor",) in cuts(param, mesh):
-            return x
-        return enter(x, over(mesh, "tensor"))  # each rank goes on with its part of the other side
-
-    def beside(name: str, stored: Adapted) -> Adapted:
-        return replace(
-            stored,
-            weight=one(name, whole["layers"][name], stored.weight, 1),
-            a=side(pairs[name]["a"], stored.a),
-            b=side(pairs[name]["b"], stored.b),
-        )
+    def one(name: str, param: Param, weight: Array, stacked: int = 1) -> Array:
+        kept = weight.dtype if name in UNROUNDED else dtype
+        return _borrowed(param, weight, stacked, kept, mesh)
 
     def all_of(params: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
         """Those of one layer, of `params` that are stacked."""
         made: dict[str, Any] = {}
         for name, weight in stored.items():
             if isinstance(weight, Adapted):
-                made[name] = beside(name, weight)
+                own = one(name, params[name], weight.weight)
+                made[name] = _beside(pairs[name], replace(weight, weight=own), dtype, mesh)
             elif is_param(params[name]):
-                made[name] = one(name, params[name], weight, 1)
+                made[name] = one(name, params[name], weight)
             else:
                 made[name] = all_of(params[name], weight)
         return made
@@ -85,6 +72,24 @@ def ready(
         top=lambda name, weight: one(name, whole[name], weight, 0),
         lent=mesh is not None,
     )
+
+
+def _borrowed(param: Param, weight: Array, stacked: int, dtype: Any, mesh: Mesh | None) -> Array:
+    """A weight of `dtype` from this rank's part of it, which has `stacked` dimensions less."""
+    axes, dim = _lent(param, mesh, stacked)
+    return weights(weight, axes, dim, dtype)
+
+
+def _beside(pair: Mapping[str, Param], stored: Adapted, dtype: Any, mesh: Mesh | None) -> Adapted:
+    """A weight that is ready, and its adapters of `dtype` made so."""
+
+    def side(param: Param, held: Array) -> Array:
+        x = _borrowed(param, held, 1, dtype, mesh)
+        if mesh is None or ("tensor",) in cuts(param, mesh):
+            return x
+        return enter(x, over(mesh, "tensor"))  # each rank goes on with its part of the other side
+
+    return replace(stored, a=side(pair["a"], stored.a), b=side(pair["b"], stored.b))
 
 
 def _lent(param: Param, mesh: Mesh | None, stacked: int) -> tuple[Axes, int]:
