@@ -30,6 +30,9 @@ CASES = {
     "modules": dataclasses.replace(
         CFG, model=dataclasses.replace(EVEN, mtp=2), mtp=MODULES, remat="block"
     ),
+    "modules, words that ranks do not divide": dataclasses.replace(
+        CFG, model=dataclasses.replace(MODEL, mtp=2), mtp=MODULES
+    ),
     "modules, experts": dataclasses.replace(
         CFG, model=dataclasses.replace(EXPERTS, mtp=1), mtp=MODULES
     ),
