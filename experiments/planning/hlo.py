@@ -5,7 +5,7 @@ from is kept.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -52,11 +52,11 @@ class Computation:
         """Whose result the computation's is."""
         return next(x for x in reversed(self.instructions.values()) if x.root)
 
-    @property
-    def parameters(self) -> list[Instruction]:
-        """In order of their numbers."""
-        found = [x for x in self.instructions.values() if x.opcode == "parameter"]
-        return sorted(found, key=lambda x: int(x.attributes.partition(")")[0]))
+    def given(self, operands: Sequence[str]) -> Iterator[tuple[str, Instruction]]:
+        """What each parameter stands for; one that nothing reads may have no line at all."""
+        for x in self.instructions.values():
+            if x.opcode == "parameter":
+                yield operands[int(x.attributes.partition(")")[0])], x
 
     def users(self, name: str) -> Iterator[Instruction]:
         """Instructions that read `name`."""

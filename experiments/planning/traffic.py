@@ -110,7 +110,7 @@ def _fusion(x: Instruction, inside: Computation, program: Program) -> float:
     (name,) = called(x, "calls")
     body = program.computations[name]
     total = 0.0
-    for operand, parameter in zip(x.operands, body.parameters, strict=True):
+    for operand, parameter in body.given(x.operands):
         if _hbm(inside.instructions[operand]):
             total += _read(parameter, body, program)
     written = _written(body.root, body)
@@ -131,7 +131,7 @@ def _read(x: Instruction, body: Computation, program: Program) -> float:
         elif user.opcode == "fusion":
             (name,) = called(user, "calls")
             inner = program.computations[name]
-            for operand, parameter in zip(user.operands, inner.parameters, strict=True):
+            for operand, parameter in inner.given(user.operands):
                 total += _read(parameter, inner, program) if operand == x.name else 0
         else:
             return float(_size(x))

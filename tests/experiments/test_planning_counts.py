@@ -230,6 +230,18 @@ def test_what_is_updated_and_read_is_read_whole() -> None:
     assert moved(parse(READS)) == 400 + 4 + 4 + 40
 
 
+def test_a_parameter_without_a_line_is_not_read() -> None:
+    unread = READS.replace("reduce(%square, %r2)", "reduce(%square, %r0)").replace(
+        "dynamic-update-slice(%r0, %r1, %r2)", "negate(%r0)"
+    )
+    fewer = "".join(
+        line
+        for line in unread.splitlines(keepends=True)
+        if "%r1 = " not in line and "%r2 =" not in line
+    )
+    assert moved(parse(fewer)) == 400 + 40
+
+
 @pytest.mark.parametrize(
     ("groups", "axes", "ranks"),
     [
