@@ -1,5 +1,6 @@
 """Frozen, validated configurations; `load` builds them from mappings."""
 
+import math
 from dataclasses import dataclass, field
 
 from forge_jax.loading import UserError as UserError
@@ -12,6 +13,8 @@ from forge_jax.parts import MtpConfig as MtpConfig
 
 REMAT = ("none", "block", "attention", "offload")  # see `forge_jax.models.remat`
 DTYPES = ("float32", "bfloat16")  # that layers are computed in
+UPDATES = ("keep", "recompute", "wait", "abort")  # see `forge_jax.rollout.engine`
+PAGED = ("auto", "xla", "pallas")  # see `forge_jax.attention.paged`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,17 +23,50 @@ class RolloutConfig:
 
     slots: int = 64  # sequences decoded at once
     context: int = 64  # tokens a sequence may have, prompt included
-    prefill_rows: int = 16  # prompts prefilled at once
+    page: int = 16  # tokens of a page of keys and values
+    pages: int | None = None  # of all sequences and of what is cached; null: see `pool_pages`
+    chunk: int = 256  # tokens of a prefill call
     decode_steps: int = 4  # tokens decoded per device call
     dtype: str | None = None  # of the engine's copy of the weights; null: as they are given
     routes: bool = False  # record which experts every token uses, for training to replay
+    prefix_cache: bool = True  # read what other requests have computed of a prompt
+    deterministic: bool = False  # one shape a program: the same bits whatever is cached
+    update: str = "keep"  # what new weights do to running requests: keep | recompute | wait | abort
+    attention: str = "auto"  # of a decode step: auto | xla | pallas
 
     def __post_init__(self) -> None:
-        for name in ("slots", "context", "prefill_rows", "decode_steps"):
+        for name in ("slots", "context", "page", "chunk", "decode_steps"):
             check(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive")
+        check(self.chunk % self.page == 0, f"chunk={self.chunk} must be whole pages of {self.page}")
+        least = self.sequence_pages + 1
+        check(
+            self.pages is None or self.pages > least,
+            f"pages={self.pages} must be above {least}, for one sequence and for padding",
+        )
+        for name, known in (("update", UPDATES), ("attention", PAGED)):
+            said = getattr(self, name)
+            check(said in known, f"{name}={said!r} must be one of {', '.join(known)}")
         check(
             self.dtype in (None, *DTYPES), f"dtype={self.dtype!r} must be null or one of {DTYPES}"
         )
+
+    @property
+    def sequence_pages(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.context // self.page)
+
+    @property
+    def pool_pages(self) -> int:
+        """Pages there are; where `pages` is null as many as all slots can fill, half as many again
+        for what is cached, and one that padding is written to."""
+        if self.pages is not None:
+            return self.pages
+        return (3 * self.slots * self.sequence_pages + 1) // 2 + 2
+
+    @property
+    def bundle(self) -> int:
+        """Slots that may read a common prefix together: a power of two that divides them all."""
+        return math.gcd(self.slots, 8)
 
 
 @dataclass(frozen=True, kw_only=True)

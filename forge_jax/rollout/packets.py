@@ -1,8 +1,9 @@
 """Integer layouts of what crosses between host and device: one array per device call.
 
-A prefill call takes ``i32[R, HEADER + T]``, a row per prompt: its header, then its tokens
-padded to the bucket. Every call returns ``i32[..., 3]``, a token, its log-prob and its status.
-Floats travel as their bits, so that nothing is rounded on the way.
+Page tables, tokens and the settings of requests flow in; every decode step returns
+``i32[..., 4]``, a token, its two log-probs and its status. Floats travel as their bits, so that
+nothing is rounded on the way. Invariant: every shape that the host can ask for is among
+`prefill_shapes` and `decode_shapes` of its configuration.
 """
 
 from collections.abc import Sequence
@@ -11,31 +12,69 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# Columns of a prefill row's header; STOP is the first of STOP_IDS columns, -1 where unused.
-SLOT, LENGTH, LIMIT, SEED_HIGH, SEED_LOW, CHOICE, TEMPERATURE, STOP = range(8)
+from forge_jax.config import RolloutConfig
+
+SCRATCH = 0  # the page that padding points to
+
+# Columns of a prefill row's header.
+SLOT, START, LENGTH = range(3)
+PREFILL_HEADER = 3
+
+# Columns of a decode row's header; STOP is the first of STOP_IDS columns, -1 where unused.
+STATE, TOKEN, POSITION, LIMIT, SEED_HIGH, SEED_LOW, CHOICE, TEMPERATURE, STOP = range(9)
 STOP_IDS = 16
 HEADER = STOP + STOP_IDS
+# States of a row: nobody's; its state is on the device; its state is in the header.
+EMPTY, KEPT, FRESH = range(3)
 
 # Columns of a result.
-TOKEN, LOGP, STATUS = range(3)
+SAMPLED, LOGP, RAW, STATUS = range(4)
 # Statuses: no token was sampled; the request goes on; it met a stop id; its limit is used up.
 IDLE, GOES_ON, STOPPED, EXHAUSTED = range(4)
 
 
 class Sampled(NamedTuple):
-    """What a device call gives: of a prefill for R prompts, of a decode for K steps of B slots."""
+    """What a decode call gives for K steps of B rows, each of a window of γ + 1 tokens."""
 
-    packet: Any  # i32[R, 3] or i32[K, B, 3]
-    # int[R, T, layers, k] or int[K, B, layers, k], the experts of the tokens that were fed:
-    # of whole prompts, or of the token before the sampled one. None: not recorded.
+    packet: Any  # i32[K, γ + 1, B, 4]
+    # int[K, γ + 1, B, layers, k], the experts of the tokens that were fed. None: not recorded.
     routes: Any
 
 
+@dataclass(frozen=True, kw_only=True)
+class PrefillShape:
+    """What a prefill call is compiled for; it has ``rollout.chunk // tokens`` rows."""
+
+    tokens: int  # of a row
+    pages: int  # of a row's table
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeShape:
+    """What a decode call is compiled for."""
+
+    rows: int  # B: slots 0 .. B - 1
+    shared: int  # pages of a bundle's table; 0: no bundle shares any
+    own: int  # pages of a row's table
+    steps: int  # K
+    drafts: int  # γ: tokens guessed before each step
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Row:
+class Span:
+    """Tokens of a sequence whose keys and values are to be computed."""
+
+    slot: int
+    start: int  # position of the first
+    tokens: np.ndarray  # i32[n]
+    table: Sequence[int]  # pages of the sequence, at least up to the last token
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fresh:
     """What the device must know of a request to sample it."""
 
-    prompt: np.ndarray  # i32[P]
+    token: int  # the last known one, which is fed first
     limit: int  # tokens it may sample
     seed: tuple[int, int]  # high and low 32 bits
     choice: int
@@ -43,32 +82,100 @@ class Row:
     stop_ids: tuple[int, ...]  # at most STOP_IDS
 
 
-def pack_prefill(
-    rows: Sequence[tuple[int, Row]], height: int, bucket: int, slots: int
-) -> np.ndarray:
-    """Packs (slot, row) pairs into i32[height, HEADER + bucket].
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DecodeRow:
+    """A slot that takes part in a decode call."""
 
-    Rows beyond the given ones are padding: their slot is `slots`, which does not exist,
-    so the device drops whatever they write.
-    """
-    packed = np.zeros((height, HEADER + bucket), np.int32)
-    packed[:, SLOT], packed[:, LENGTH], packed[:, STOP:HEADER] = slots, 1, -1
-    words = packed.view(np.uint32)
-    for i, (slot, row) in enumerate(rows):
-        length = len(row.prompt)
-        packed[i, [SLOT, LENGTH, LIMIT, CHOICE]] = slot, length, row.limit, row.choice
-        words[i, [SEED_HIGH, SEED_LOW]] = row.seed
-        packed.view(np.float32)[i, TEMPERATURE] = row.temperature
-        packed[i, STOP : STOP + len(row.stop_ids)] = row.stop_ids
-        packed[i, HEADER : HEADER + length] = row.prompt
+    slot: int
+    position: int  # of the token that is fed first; read where `fresh` is given
+    fresh: Fresh | None  # None: the slot's state is on the device
+    table: Sequence[int]  # pages of the sequence that are not in its bundle's table
+
+
+def pack_prefill(spans: Sequence[Span], shape: PrefillShape, rollout: RolloutConfig) -> np.ndarray:
+    """i32[R, PREFILL_HEADER + pages + tokens]; rows beyond `spans` are padding."""
+    rows = rollout.chunk // shape.tokens
+    packed = np.zeros((rows, PREFILL_HEADER + shape.pages + shape.tokens), np.int32)
+    packed[:, SLOT] = rollout.slots  # does not exist
+    for row, span in zip(packed, spans, strict=False):
+        row[[SLOT, START, LENGTH]] = span.slot, span.start, len(span.tokens)
+        table = span.table[: shape.pages]
+        row[PREFILL_HEADER : PREFILL_HEADER + len(table)] = table
+        first = PREFILL_HEADER + shape.pages
+        row[first : first + len(span.tokens)] = span.tokens
     return packed
 
 
-def buckets(context: int, smallest: int = 16) -> tuple[int, ...]:
-    """Padded prompt lengths: powers of two from `smallest`, and the context itself last."""
-    sizes = []
-    size = smallest
-    while size < context:
-        sizes.append(size)
-        size *= 2
-    return (*sizes, context)
+def pack_decode(
+    rows: Sequence[DecodeRow],
+    bundles: Sequence[Sequence[int]],
+    shape: DecodeShape,
+    rollout: RolloutConfig,
+) -> np.ndarray:
+    """i32[n]: a header and a table for each row, then a count and a table for each bundle.
+
+    `bundles` has the pages that all rows of a bundle read in common, of their first tokens.
+    """
+    wide = np.zeros((shape.rows, HEADER + shape.own), np.int32)
+    wide[:, STOP:HEADER] = -1
+    words, floats = wide.view(np.uint32), wide.view(np.float32)
+    for row in rows:
+        i, fresh = row.slot, row.fresh
+        wide[i, STATE], wide[i, POSITION] = KEPT, row.position
+        wide[i, HEADER : HEADER + len(row.table)] = row.table
+        if fresh is not None:
+            wide[i, [STATE, TOKEN, LIMIT, CHOICE]] = FRESH, fresh.token, fresh.limit, fresh.choice
+            words[i, [SEED_HIGH, SEED_LOW]] = fresh.seed
+            floats[i, TEMPERATURE] = fresh.temperature
+            wide[i, STOP : STOP + len(fresh.stop_ids)] = fresh.stop_ids
+    shared = np.zeros((shape.rows // rollout.bundle, 1 + shape.shared), np.int32)
+    for bundle, pages in zip(shared, bundles, strict=False):
+        bundle[0] = len(pages)
+        bundle[1 : 1 + len(pages)] = pages
+    return np.concatenate([wide.reshape(-1), shared.reshape(-1)])
+
+
+def page_buckets(rollout: RolloutConfig) -> tuple[int, ...]:
+    """Lengths of page tables: a ratio of 4 apart, the largest that of a whole sequence."""
+    most = rollout.sequence_pages
+    sizes = [most]
+    while not rollout.deterministic and sizes[-1] > 4:
+        sizes.append(-(-sizes[-1] // 4))
+    return tuple(reversed(sizes))
+
+
+def row_buckets(rollout: RolloutConfig) -> tuple[int, ...]:
+    """Rows of a decode call: whole bundles, a ratio of 4 apart."""
+    sizes = [rollout.slots]
+    while not rollout.deterministic and sizes[-1] > 8 and sizes[-1] % (4 * rollout.bundle) == 0:
+        sizes.append(sizes[-1] // 4)
+    return tuple(reversed(sizes))
+
+
+def prefill_shapes(rollout: RolloutConfig) -> tuple[PrefillShape, ...]:
+    """All that a prefill call can have."""
+    tokens = [rollout.chunk]
+    while not rollout.deterministic and tokens[-1] % 4 == 0 and tokens[-1] > 16:
+        tokens.append(tokens[-1] // 4)
+    return tuple(
+        PrefillShape(tokens=size, pages=pages)
+        for size in reversed(tokens)
+        for pages in page_buckets(rollout)
+    )
+
+
+def decode_shapes(rollout: RolloutConfig) -> tuple[DecodeShape, ...]:
+    """All that a decode call can have."""
+    pages = page_buckets(rollout)
+    cascade = rollout.bundle > 1 and not rollout.deterministic
+    return tuple(
+        DecodeShape(rows=rows, shared=shared, own=own, steps=rollout.decode_steps, drafts=0)
+        for rows in row_buckets(rollout)
+        for shared in ((0, *pages) if cascade else (0,))
+        for own in pages
+    )
+
+
+def fit(size: int, sizes: Sequence[int]) -> int:
+    """The smallest of `sizes` that holds `size`."""
+    return next(each for each in sorted(sizes) if each >= size)
