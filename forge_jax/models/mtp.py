@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from forge_jax.collectives import UNCUT, Cut
 from forge_jax.config import UserError
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.layers import accumulator, linear, rms_norm, rotation
@@ -54,17 +55,34 @@ def states(
     def module(state: Array, x: tuple[Any, Array]) -> tuple[Array, Array]:
         weights, k = ready.module(x[0]), x[1]
         before = jnp.where((depth >= k)[:, None], above(state), 0)
-        both = (
-            rms_norm(word, weights["token_norm"], cfg.norm_eps),
-            rms_norm(before, weights["state_norm"], cfg.norm_eps),
-        )
-        g = linear(jnp.concatenate(both, axis=-1), weights["project"])
-        g, _ = block(g, weights["block"], None, turned, attend, cfg, ready.cut)
-        return g, rms_norm(g, weights["norm"], cfg.norm_eps)
+        g, normed, _ = advanced(weights, word, before, turned, attend, cfg, cut=ready.cut)
+        return g, normed
 
     module = remembering(module, remat, ready.lent, scanned=True)
     over = (params["mtp"], jnp.arange(1, cfg.mtp + 1))
     return jax.lax.scan(module, jax.lax.stop_gradient(h), over)[1]
+
+
+def advanced(
+    weights: dict[str, Any],
+    word: Float[Array, "... T E"],
+    before: Float[Array, "... T E"],
+    turned: Float[Array, "2 ... T 1 R"],
+    attend: Attend,
+    cfg: ModelConfig,
+    cache: Any = None,
+    *,
+    cut: Cut = UNCUT,
+) -> tuple[Float[Array, "... T E"], Float[Array, "... T E"], Any]:
+    """One module's states of tokens, as they are and final-normed, and its new cache, from the
+    tokens' embeddings and the states `before` them of the module above."""
+    both = (
+        rms_norm(word, weights["token_norm"], cfg.norm_eps),
+        rms_norm(before, weights["state_norm"], cfg.norm_eps),
+    )
+    g = linear(jnp.concatenate(both, axis=-1), weights["project"])
+    g, (cache, _) = block(g, weights["block"], cache, turned, attend, cfg, cut)
+    return g, rms_norm(g, weights["norm"], cfg.norm_eps), cache
 
 
 def grown(model: LoadedModel, depth: int, seed: int) -> LoadedModel:

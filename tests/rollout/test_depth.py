@@ -1,0 +1,100 @@
+"""The depth with most tokens a second is found, and left when it is not any more."""
+
+import numpy as np
+import pytest
+
+from forge_jax.rollout.depth import PROBE, RAREST, DepthController
+
+DEPTHS = (0, 1, 2, 4)
+
+
+def simulate(
+    controller: DepthController,
+    share: float,
+    cost: float,
+    calls: int,
+    rows: int = 8,
+    ready: bool = True,
+    seed: int = 0,
+) -> list[int]:
+    """Depths of `calls` calls where each draft is accepted with probability `share` and a verify
+    takes 1 + cost * depth, with noise."""
+    rng = np.random.default_rng(seed)
+    chosen = []
+    for _ in range(calls):
+        depth = controller.choose(rows, ready)
+        chosen.append(depth)
+        tried, accepted = [0] * DEPTHS[-1], [0] * DEPTHS[-1]
+        for _ in range(rows):
+            for i in range(depth):
+                tried[i] += 1
+                if rng.uniform() >= share:
+                    break
+                accepted[i] += 1
+        controller.observe(tried, accepted)
+        controller.time(rows, depth, (1 + cost * depth) * rng.uniform(0.95, 1.3))
+    return chosen
+
+
+def rate(depth: int, share: float, cost: float) -> float:
+    """Tokens a second."""
+    return sum(share**i for i in range(depth + 1)) / (1 + cost * depth)
+
+
+@pytest.mark.parametrize(
+    ("share", "cost"), [(0.9, 0.1), (0.7, 0.1), (0.5, 0.3), (0.05, 0.2), (0.95, 1.2)]
+)
+def test_the_best_depth_is_chosen(share: float, cost: float) -> None:
+    controller = DepthController(DEPTHS)
+    chosen = simulate(controller, share, cost, 400)
+    late = [rate(depth, share, cost) for depth in chosen[200:]]
+    best = max(rate(depth, share, cost) for depth in DEPTHS)
+    assert np.median(late) > 0.92 * best  # as well as the noise of the timings lets see
+    assert np.mean(late) > 0.9 * best
+    if rate(4, share, cost) < 0.9 * best:
+        assert 4 not in chosen[-50:] or chosen[-50:].count(4) <= 2
+
+
+def test_each_number_of_rows_has_a_depth_of_its_own() -> None:
+    controller = DepthController(DEPTHS)
+    few = simulate(controller, 0.7, 0.02, 300, rows=4)
+    many = simulate(controller, 0.7, 1.1, 300, rows=64)
+    assert few[-1] == 4
+    assert many[-1] == 0
+    gains = controller.speedups()
+    assert gains[4] > 2
+    assert gains[64] == 1
+
+
+def test_a_bad_drafter_is_asked_ever_less() -> None:
+    controller = DepthController(DEPTHS)
+    chosen = np.array(simulate(controller, 0.0, 0.1, 4000))
+    asked = np.flatnonzero(chosen)
+    assert len(asked[(asked > 100) & (asked < 500)]) <= 400 / PROBE
+    assert len(asked[asked > 2000]) <= 0.01 * 2000  # probes, and what noise makes look good
+
+
+def test_a_drafter_that_learns_is_found_again() -> None:
+    controller = DepthController(DEPTHS)
+    simulate(controller, 0.0, 0.1, 200)
+    assert controller.choose(8) == 0
+    late = simulate(controller, 0.9, 0.1, 6 * RAREST, seed=1)[-100:]
+    assert late.count(4) > 90
+
+
+def test_a_drafter_that_is_not_ready_is_not_tried() -> None:
+    controller = DepthController(DEPTHS)
+    assert set(simulate(controller, 0.9, 0.1, 200, ready=False)) == {0}
+    assert controller.speedups() == {8: 1.0}
+
+
+def test_expected_tokens_are_those_of_the_formula() -> None:
+    controller = DepthController(DEPTHS)
+    for _ in range(400):
+        controller.observe([100, 60, 36, 22], [60, 36, 22, 13])
+    assert controller.expected(4) == pytest.approx((1 - 0.6**5) / (1 - 0.6), rel=0.02)
+
+
+def test_depths_begin_with_none() -> None:
+    with pytest.raises(ValueError, match=r"depths=\(1, 2\) must begin with 0"):
+        DepthController((1, 2))
