@@ -15,6 +15,7 @@ REMAT = ("none", "block", "attention", "offload")  # see `forge_jax.models.remat
 DTYPES = ("float32", "bfloat16")  # that layers are computed in
 UPDATES = ("keep", "recompute", "wait", "abort")  # see `forge_jax.rollout.engine`
 PAGED = ("auto", "xla", "pallas")  # see `forge_jax.attention.paged`
+SPECULATE = ("off", "mtp", "ngram")  # what drafts: nothing, the model's modules, earlier text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,8 @@ class RolloutConfig:
     deterministic: bool = False  # one shape a program: the same bits whatever is cached
     update: str = "keep"  # what new weights do to running requests: keep | recompute | wait | abort
     attention: str = "auto"  # of a decode step: auto | xla | pallas
+    speculate: str = "off"  # what drafts tokens for the model to verify: off | mtp | ngram
+    drafts: int = 2  # tokens drafted at most for a verify; fewer, or none, where that is faster
 
     def __post_init__(self) -> None:
         for name in ("slots", "context", "page", "chunk", "decode_steps"):
@@ -43,7 +46,9 @@ class RolloutConfig:
             self.pages is None or self.pages > least,
             f"pages={self.pages} must be above {least}, for one sequence and for padding",
         )
-        for name, known in (("update", UPDATES), ("attention", PAGED)):
+        check(self.drafts >= 1, f"drafts={self.drafts} must be at least 1")
+        choices = (("update", UPDATES), ("attention", PAGED), ("speculate", SPECULATE))
+        for name, known in choices:
             said = getattr(self, name)
             check(said in known, f"{name}={said!r} must be one of {', '.join(known)}")
         check(
@@ -62,6 +67,14 @@ class RolloutConfig:
         if self.pages is not None:
             return self.pages
         return (3 * self.slots * self.sequence_pages + 1) // 2 + 2
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Numbers of drafts that are compiled: none, powers of two, and the most."""
+        if self.speculate == "off":
+            return (0,)
+        powers = (1 << i for i in range(self.drafts.bit_length()))
+        return (0, *sorted({*powers, self.drafts}))
 
     @property
     def bundle(self) -> int:

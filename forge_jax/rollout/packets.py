@@ -169,7 +169,8 @@ def decode_shapes(rollout: RolloutConfig) -> tuple[DecodeShape, ...]:
     pages = page_buckets(rollout)
     cascade = rollout.bundle > 1 and not rollout.deterministic
     return tuple(
-        DecodeShape(rows=rows, shared=shared, own=own, steps=rollout.decode_steps, drafts=0)
+        DecodeShape(rows=rows, shared=shared, own=own, steps=rollout.decode_steps, drafts=drafts)
+        for drafts in rollout.depths
         for rows in row_buckets(rollout)
         for shared in ((0, *pages) if cascade else (0,))
         for own in pages
