@@ -1,41 +1,41 @@
-"""The key-value cache of the slots, and the attention that reads and writes it.
+"""The pool of pages, and the attention that reads and writes it.
 
-A cache is a tuple with one (keys, values) pair a layer, each ``[B, K, S, D]``: slot, kv head,
-position, head dim. Invariant: position p of a slot is written before anything reads it, so
-what an earlier request left there is never seen.
+A pool is a tuple with one (keys, values) pair a layer, each ``[P, K, page, D]``: page, kv head,
+place, head dim. Which pages are whose is the host's affair: tables come with every call. Page
+`SCRATCH` is nobody's; what is of no use is written there. Invariant: a position is written
+before anything reads it, so what an earlier owner left in a page is never seen.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, Sharding
 from jaxtyping import Array, Float, Int
 
+from forge_jax.attention.paged import gathered_attention, merge, paged_attention, view
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.transformer import Attend
-from forge_jax.sharding import PLACES, RULES
+from forge_jax.rollout.packets import SCRATCH
+from forge_jax.sharding import RULES
 
-QUERY_BLOCK = 128  # queries of a prefill whose scores exist at once
+Pool = tuple[tuple[Array, Array], ...]
 
 
-def cache_sharding(like: Sharding, cfg: ModelConfig, slots: int) -> Sharding:
-    """Where the cache lives, given where a parameter does: kv heads are cut as their weights,
-    slots over the places of the mesh where these divide them."""
+def pool_sharding(like: Sharding, cfg: ModelConfig) -> Sharding:
+    """Where a pool lives, given where a parameter does: kv heads are cut as their weights, and
+    every place of the mesh has all pages."""
     if not isinstance(like, NamedSharding):
         return like
     [axis] = RULES["kv_heads"]
     heads = axis if cfg.kv_heads % like.mesh.shape[axis] == 0 else None
-    places = math.prod(like.mesh.shape[place] for place in PLACES)
-    return NamedSharding(like.mesh, jax.P(PLACES if slots % places == 0 else None, heads))
+    return NamedSharding(like.mesh, jax.P(None, heads))
 
 
-def empty_cache(
-    cfg: ModelConfig, slots: int, context: int, dtype: Any, sharding: Sharding
-) -> tuple[tuple[Array, Array], ...]:
+def empty_pool(cfg: ModelConfig, pages: int, page: int, dtype: Any, sharding: Sharding) -> Pool:
     """Zeroed keys and values for every layer."""
-    shape = (slots, cfg.kv_heads, context, cfg.head_dim)
+    shape = (pages, cfg.kv_heads, page, cfg.head_dim)
 
     def zeros() -> Array:
         return jax.device_put(jnp.zeros(shape, dtype), sharding, may_alias=False)
@@ -43,70 +43,115 @@ def empty_cache(
     return tuple((zeros(), zeros()) for _ in range(cfg.layers))
 
 
-def prefill_attend(slot: Int[Array, " R"]) -> Attend:
-    """Causal attention inside each of R prompts; their keys and values go to their slots.
+def written(
+    layer: tuple[Array, Array],
+    new: tuple[Float[Array, "... K D"], Float[Array, "... K D"]],
+    page: Int[Array, "..."],
+    place: Int[Array, "..."],
+) -> tuple[Array, Array]:
+    """A layer of the pool with new keys and values at places of pages."""
+    keys, values = (
+        old.at[page, :, place].set(x.astype(old.dtype), mode="promise_in_bounds")
+        for old, x in zip(layer, new, strict=True)
+    )
+    return keys, values
 
-    A slot that does not exist is not written.
+
+def prefill_attend(
+    table: Int[Array, "R C"], position: Int[Array, "R T"], real: Array, page: int
+) -> Attend:
+    """Attention of R spans of tokens over all of their sequences up to themselves.
+
+    Keys and values of tokens that are `real`, bool[R, T], go to the pages of the tables.
     """
+    index = jnp.where(real, position // page, 0)
+    target = jnp.where(real, jnp.take_along_axis(table, index, axis=1), SCRATCH)
 
     def attend(q: Array, k: Array, v: Array, layer: tuple[Array, Array]) -> tuple[Array, Any]:
-        written = tuple(
-            old.at[slot, :, : new.shape[1]].set(jnp.swapaxes(new, 1, 2), mode="drop")
-            for old, new in zip(layer, (k, v), strict=True)
-        )
-        return causal_attention(q, k, v), written
+        layer = written(layer, (k, v), target, position % page)
+        scale = 1 / math.sqrt(q.shape[-1])
+        o, _ = paged_attention(q, *layer, table, position, scale=scale)
+        return o.astype(q.dtype), layer
 
     return attend
 
 
-def decode_attend(position: Int[Array, " B"]) -> Attend:
-    """One query a slot, at `position`, over the positions up to its own."""
+class Views(NamedTuple):
+    """What the rows of a decode call read of one layer, side by side: [.., K, S, D] each."""
 
-    def attend(q: Array, k: Array, v: Array, layer: tuple[Array, Array]) -> tuple[Array, Any]:
-        slot = jnp.arange(len(position))
-        keys, values = (
-            old.at[slot, :, position].set(new, mode="promise_in_bounds", unique_indices=True)
-            for old, new in zip(layer, (k, v), strict=True)
+    shared: tuple[Array, Array] | None  # of bundles, read by all of their rows
+    own: tuple[Array, Array]  # of rows; what is decoded is written here first
+
+
+class Tables(NamedTuple):
+    """Which pages the rows of a decode call read."""
+
+    own: Int[Array, "B C"]
+    shared: Int[Array, "bundles S"]
+    count: Int[Array, " bundles"]  # of its pages that a bundle reads
+
+
+def before_own(tables: Tables, page: int) -> Int[Array, " B"]:
+    """Tokens of every row that its bundle reads for it."""
+    rows = len(tables.own) // len(tables.count)
+    return jnp.repeat(tables.count, rows) * page
+
+
+def opened(pool: Pool, tables: Tables) -> tuple[Views, ...]:
+    """Copies of the pages that a decode call reads, taken once for all of its steps."""
+
+    def views(layer: tuple[Array, Array]) -> Views:
+        shared = tuple(view(x, tables.shared) for x in layer) if tables.shared.shape[1] else None
+        return Views(shared=shared, own=tuple(view(x, tables.own) for x in layer))  # type: ignore[arg-type]
+
+    return tuple(views(layer) for layer in pool)
+
+
+def closed(
+    pool: Pool, views: tuple[Views, ...], tables: Tables, first: Int[Array, " B"], count: int
+) -> Pool:
+    """The pool with what `count` positions of every own view hold from `first` on."""
+    page = pool[0][0].shape[2]
+    index = first[:, None] + jnp.arange(count, dtype=jnp.int32)[None]  # [B, count]
+    inside = index < tables.own.shape[1] * page
+    index = jnp.where(inside, index, 0)
+    target = jnp.where(inside, jnp.take_along_axis(tables.own, index // page, axis=1), SCRATCH)
+
+    def one(layer: tuple[Array, Array], seen: Views) -> tuple[Array, Array]:
+        new = tuple(
+            jnp.take_along_axis(x, index[:, None, :, None], axis=2).swapaxes(1, 2)
+            for x in seen.own
         )
-        sees = jnp.arange(keys.shape[2])[None] <= position[:, None]
-        grouped = q.reshape(*k.shape[:2], -1, q.shape[-1])  # [B, K, G, D]
-        o = _attention(grouped, keys, values, sees[:, None, None])
-        return o.reshape(q.shape), (keys, values)
+        return written(layer, new, target, index % page)  # type: ignore[arg-type]
+
+    return tuple(one(layer, seen) for layer, seen in zip(pool, views, strict=True))
+
+
+def decode_attend(position: Int[Array, "B T"], tables: Tables, page: int) -> Attend:
+    """A window of T new tokens a row over their sequences up to themselves.
+
+    What a bundle shares is read once for all of its rows, as in cascade inference.
+    """
+    bundles = len(tables.count)
+    index = position - before_own(tables, page)[:, None]
+
+    def attend(q: Array, k: Array, v: Array, views: Views) -> tuple[Array, Views]:
+        rows, queries, heads, dim = q.shape
+        scale = 1 / math.sqrt(dim)
+        row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+        own = tuple(
+            old.at[row, :, index].set(new, mode="promise_in_bounds", unique_indices=True)
+            for old, new in zip(views.own, (k, v), strict=True)
+        )
+        parts = [gathered_attention(q, *own, index, scale=scale)]
+        if views.shared is not None:
+            together = q.reshape(bundles, -1, heads, dim)
+            last = jnp.broadcast_to(
+                (tables.count * page - 1)[:, None], (bundles, together.shape[1])
+            )
+            o, lse = gathered_attention(together, *views.shared, last, scale=scale)
+            parts.append((o.reshape(q.shape), lse.reshape(rows, queries, heads)))
+        o = merge(*parts) if len(parts) > 1 else parts[0][0]
+        return o.astype(q.dtype), Views(shared=views.shared, own=own)  # type: ignore[arg-type]
 
     return attend
-
-
-def causal_attention(
-    q: Float[Array, "R T H D"], k: Float[Array, "R T K D"], v: Float[Array, "R T K D"]
-) -> Float[Array, "R T H D"]:
-    """Causal grouped-query attention, a block of queries at a time."""
-    rows, length, heads, dim = q.shape
-    kv_heads = k.shape[2]
-    keys, values = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-    block = min(QUERY_BLOCK, length)
-    count = -(-length // block)
-    padded = jnp.pad(q, ((0, 0), (0, count * block - length), (0, 0), (0, 0)))
-    blocks = padded.reshape(rows, count, block, kv_heads, heads // kv_heads, dim)
-
-    def one(args: tuple[Array, Array]) -> Array:
-        start, queries = args  # [], [R, Q, K, G, D]
-        grouped = queries.transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, dim)
-        index = jnp.tile(start + jnp.arange(block), heads // kv_heads)
-        sees = jnp.arange(length)[None] <= index[:, None]
-        o = _attention(grouped, keys, values, sees[None, None])
-        return o.reshape(rows, heads, block, dim)
-
-    starts = jnp.arange(count) * block
-    out = jax.lax.map(one, (starts, jnp.swapaxes(blocks, 0, 1)))  # [count, R, H, Q, D]
-    return out.transpose(1, 0, 3, 2, 4).reshape(rows, -1, heads, dim)[:, :length]
-
-
-def _attention(
-    q: Float[Array, "R K Q D"], k: Float[Array, "R K S D"], v: Float[Array, "R K S D"], sees: Array
-) -> Float[Array, "R K Q D"]:
-    """Masked attention with scores and softmax in fp32 or wider."""
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    scores = jnp.einsum("rkqd,rksd->rkqs", q, k, preferred_element_type=wide)
-    scores = jnp.where(sees, scores / math.sqrt(q.shape[-1]), -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1)
-    return jnp.einsum("rkqs,rksd->rkqd", weights.astype(v.dtype), v)

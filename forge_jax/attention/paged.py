@@ -1,0 +1,87 @@
+"""Attention over keys and values that lie in pages, or in views gathered from them.
+
+Queries flow in with the last position that each may see, outputs and log-sum-exps flow out, so
+that parts of one context can be attended to apart and merged. Invariant: what lies beyond the
+last position that a query sees does not touch its output.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def paged_attention(
+    q: Float[Array, "B T H D"],
+    keys: Float[Array, "P K page D"],
+    values: Float[Array, "P K page D"],
+    table: Int[Array, "B C"],
+    last: Int[Array, "B T"],
+    *,
+    scale: float,
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
+    """Each row over the pages of its own table, see `gathered_attention`.
+
+    Position p of a row is place ``p % page`` of page ``table[p // page]``.
+    """
+    return gathered_attention(q, view(keys, table), view(values, table), last, scale=scale)
+
+
+def view(pages: Float[Array, "P K page D"], table: Int[Array, "B C"]) -> Float[Array, "B K S D"]:
+    """The pages of every table side by side, ``S = C * page``."""
+    taken = jnp.swapaxes(pages[table], 1, 2)  # [B, K, C, page, D]
+    return taken.reshape(*taken.shape[:2], -1, taken.shape[-1])
+
+
+def gathered_attention(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B K S D"],
+    v: Float[Array, "B K S D"],
+    last: Int[Array, "B T"],
+    *,
+    scale: float,
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
+    """Outputs and log-sum-exps of scores, both in fp32 or wider.
+
+    Query t of row b sees positions 0 .. last[b, t]. Where that is -1 it sees nothing: its output
+    is 0 and its log-sum-exp -inf. Heads are grouped: query head h reads kv head ``h // (H / K)``.
+    """
+    rows, queries, heads, dim = q.shape
+    kv_heads, size = k.shape[1:3]
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    grouped = q.reshape(rows, queries, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
+    flat = grouped.reshape(rows, kv_heads, -1, dim)
+    scores = jnp.einsum("bkqd,bksd->bkqs", flat, k, preferred_element_type=wide) * scale
+    scores = scores.reshape(rows, kv_heads, -1, queries, size)
+    sees = jnp.arange(size)[None, None] <= last[..., None]
+    scores = jnp.where(sees[:, None, None], scores, -jnp.inf)
+    top = jnp.max(scores, axis=-1)
+    top = jnp.where(jnp.isfinite(top), top, 0)
+    weights = jnp.exp(scores - top[..., None])
+    total = jnp.sum(weights, axis=-1)
+    o = jnp.einsum(
+        "bkqs,bksd->bkqd",
+        weights.astype(v.dtype).reshape(rows, kv_heads, -1, size),
+        v,
+        preferred_element_type=wide,
+    ).reshape(*grouped.shape)
+    o = o / jnp.where(total > 0, total, 1)[..., None]
+    lse = (top + jnp.log(total)).transpose(0, 3, 1, 2)  # [B, T, K, G]
+    return o.transpose(0, 3, 1, 2, 4).reshape(q.shape), lse.reshape(rows, queries, heads)
+
+
+def merge(
+    *parts: tuple[Float[Array, "B T H D"], Float[Array, "B T H"]],
+) -> Float[Array, "B T H D"]:
+    """The attention over all positions of `parts`, each seen in one of them only.
+
+    Milakov and Gimelshein, arXiv 1805.02867: a softmax is put together from parts.
+    """
+    top = parts[0][1]
+    for _, lse in parts[1:]:
+        top = jnp.maximum(top, lse)
+    top = jnp.where(jnp.isfinite(top), top, 0)
+    shares = [jnp.exp(lse - top) for _, lse in parts]
+    total = sum(shares)
+    total = jnp.where(total > 0, total, 1)
+    return sum(
+        o * (share / total)[..., None] for (o, _), share in zip(parts, shares, strict=True)
+    )
