@@ -82,6 +82,4 @@ def merge(
     shares = [jnp.exp(lse - top) for _, lse in parts]
     total = sum(shares)
     total = jnp.where(total > 0, total, 1)
-    return sum(
-        o * (share / total)[..., None] for (o, _), share in zip(parts, shares, strict=True)
-    )
+    return sum(o * (share / total)[..., None] for (o, _), share in zip(parts, shares, strict=True))

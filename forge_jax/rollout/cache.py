@@ -119,8 +119,7 @@ def closed(
 
     def one(layer: tuple[Array, Array], seen: Views) -> tuple[Array, Array]:
         new = tuple(
-            jnp.take_along_axis(x, index[:, None, :, None], axis=2).swapaxes(1, 2)
-            for x in seen.own
+            jnp.take_along_axis(x, index[:, None, :, None], axis=2).swapaxes(1, 2) for x in seen.own
         )
         return written(layer, new, target, index % page)  # type: ignore[arg-type]
 

@@ -1,8 +1,9 @@
 """The compiled programs of the engine: prefill, a block of decode steps, and publishing.
 
-Weights, cache, slot states and packed prompts flow in; cache and states (both donated) and one
-packed result flow out. Invariant: a row's result depends on its own row alone, so a request
-gets the same bits whatever its slot and its neighbours.
+Weights, pool, slot states and packets flow in; pool and states (both donated) and one packed
+result flow out. Prefill makes keys and values and samples nothing: whatever is known of a
+sequence, all but its last token is read that way, and the last one is fed by the first decode
+step. Invariant: a row's result depends on its own row alone, whatever its slot and neighbours.
 """
 
 import dataclasses
@@ -20,9 +21,19 @@ from forge_jax.models import layout, transformer
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.moe import Routing
 from forge_jax.rollout import packets
-from forge_jax.rollout.cache import decode_attend, prefill_attend
-from forge_jax.rollout.packets import Sampled
-from forge_jax.rollout.sampling import request_key, sample
+from forge_jax.rollout.cache import (
+    Pool,
+    Tables,
+    Views,
+    before_own,
+    closed,
+    decode_attend,
+    opened,
+    prefill_attend,
+)
+from forge_jax.rollout.packets import DecodeShape, PrefillShape, Sampled
+from forge_jax.rollout.sampling import raw_logprobs, request_key, sample
+from forge_jax.rollout.verify import NO_DRAFT, verified
 from forge_jax.trees import pytree
 from forge_jax.types import route_dtype
 
@@ -31,9 +42,9 @@ traces: Counter[str] = Counter()  # how often each program was traced; constant 
 
 @pytree
 class Slots:
-    """What each slot is doing; rows are rewritten whole on admission."""
+    """What each slot is doing; rows are rewritten whole when a request comes."""
 
-    token: Array  # i32[B], the newest token, not yet in the cache
+    token: Array  # i32[B], the newest token, not yet in the pool
     position: Array  # i32[B], its position
     left: Array  # i32[B], tokens that may still be sampled
     active: Array  # bool[B]
@@ -56,82 +67,155 @@ def empty_slots(size: int) -> Slots:
     )
 
 
-@partial(jax.jit, static_argnames=("cfg", "routes", "mesh"), donate_argnames=("cache", "slots"))
+@partial(jax.jit, static_argnames=("cfg", "shape", "routes", "mesh"), donate_argnames="pool")
 def prefill(
     params: dict[str, Any],
-    cache: Any,
-    slots: Slots,
+    pool: Pool,
     packed: Int[Array, "R C"],
     *,
     cfg: ModelConfig,
+    shape: PrefillShape,
     routes: bool = False,
     mesh: Mesh | None = None,
-) -> tuple[Any, Slots, Sampled]:
-    """Reads R prompts into their slots and samples the first token of each.
+) -> tuple[Pool, Int[Array, "R T layers k"] | None]:
+    """Writes keys and values of R spans of tokens, laid out by `packets.pack_prefill`.
 
-    `packed` is laid out by `packets.pack_prefill`; a row whose slot does not exist is padding.
-    With `routes` the experts of all tokens come out too. `mesh`, of Auto axes, is that of the
-    arrays.
+    With `routes` the experts of the tokens come out. `mesh`, of Auto axes, is that of the arrays.
     """
     traces["prefill"] += 1
-    header, tokens = packed[:, : packets.HEADER], packed[:, packets.HEADER :]
-    slot, length = header[:, packets.SLOT], header[:, packets.LENGTH]
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-    attend = prefill_attend(slot)
-    h, cache, routing = transformer.hidden(
-        params, tokens, positions, attend, cfg, cache, ready=_ready(mesh)
+    start, length = packed[:, packets.START], packed[:, packets.LENGTH]
+    table = packed[:, packets.PREFILL_HEADER :][:, : shape.pages]
+    tokens = packed[:, packets.PREFILL_HEADER + shape.pages :]
+    place = jnp.arange(shape.tokens, dtype=jnp.int32)[None]
+    positions = start[:, None] + place
+    attend = prefill_attend(table, positions, place < length[:, None], page_of(pool))
+    _, pool, routing = transformer.hidden(
+        params, tokens, positions, attend, cfg, pool, ready=_ready(mesh)
     )
-    h = jnp.take_along_axis(h, (length - 1)[:, None, None], axis=1)[:, 0]
-    newest = jnp.take_along_axis(tokens, (length - 1)[:, None], axis=1)[:, 0]
-    rows, result = _draw(transformer.logits(params, h, cfg), _admitted(header, newest))
-    slots = jax.tree.map(lambda old, new: old.at[slot].set(new, mode="drop"), slots, rows)
-    return cache, slots, Sampled(result, _recorded(routing, cfg) if routes else None)
+    return pool, _recorded(routing, cfg) if routes else None
 
 
 @partial(
-    jax.jit, static_argnames=("cfg", "steps", "routes", "mesh"), donate_argnames=("cache", "slots")
+    jax.jit, static_argnames=("cfg", "shape", "routes", "mesh"), donate_argnames=("pool", "slots")
 )
 def decode(
     params: dict[str, Any],
-    cache: Any,
+    pool: Pool,
     slots: Slots,
+    packed: Int[Array, " n"],
     *,
     cfg: ModelConfig,
-    steps: int,
+    shape: DecodeShape,
     routes: bool = False,
     mesh: Mesh | None = None,
-) -> tuple[Any, Slots, Sampled]:
-    """Samples up to `steps` tokens in every active slot, with the experts of those before them
-    where `routes` are asked for.
+) -> tuple[Pool, Slots, Sampled]:
+    """Samples up to ``steps`` times in every row of a packet of `packets.pack_decode`.
 
-    A slot whose request has gone runs on until its limit or the next admission: it costs
-    nothing, since every slot is computed anyway.
+    Rows that the packet has nothing in do nothing, whatever they did before.
     """
     traces["decode"] += 1
+    rows, tables = unpacked(packed, shape, slots, page_of(pool))
+    first = rows.position - before_own(tables, page_of(pool))
 
     def step(carry: tuple[Any, Slots], _: None) -> tuple[tuple[Any, Slots], Sampled]:
-        cache, slots, result = decode_step(params, *carry, cfg, routes, mesh)
-        return (cache, slots), result
+        views, rows, result = decode_step(params, *carry, tables, page_of(pool), cfg, routes, mesh)
+        return (views, rows), result
 
-    (cache, slots), results = jax.lax.scan(step, (cache, slots), length=steps)
-    return cache, slots, results
+    views = opened(pool, tables)
+    (views, rows), results = jax.lax.scan(step, (views, rows), length=shape.steps)
+    pool = closed(pool, views, tables, first, shape.steps * (1 + shape.drafts))
+    slots = jax.tree.map(lambda old, new: old.at[: shape.rows].set(new), slots, rows)
+    return pool, slots, results
 
 
 def decode_step(
     params: dict[str, Any],
-    cache: Any,
-    slots: Slots,
+    views: tuple[Views, ...],
+    rows: Slots,
+    tables: Tables,
+    page: int,
     cfg: ModelConfig,
     routes: bool = False,
     mesh: Mesh | None = None,
-) -> tuple[Any, Slots, Sampled]:
-    """Samples one token in every active slot; the row of an idle slot changes nothing."""
-    attend = decode_attend(slots.position)
-    h, cache, routing = transformer.hidden(
-        params, slots.token, slots.position, attend, cfg, cache, ready=_ready(mesh)
+) -> tuple[tuple[Views, ...], Slots, Sampled]:
+    """Samples one token in every active row; the row of an idle one changes nothing."""
+    positions = rows.position[:, None]
+    attend = decode_attend(positions, tables, page)
+    h, views, routing = transformer.hidden(
+        params, rows.token[:, None], positions, attend, cfg, views, ready=_ready(mesh)
     )
-    slots, result = _draw(transformer.logits(params, h, cfg), slots)
-    return cache, slots, Sampled(result, _recorded(routing, cfg) if routes else None)
+    logits = transformer.logits(params, jnp.swapaxes(h, 0, 1), cfg)  # [W, B, V]
+    drafts = jnp.full((len(rows.token), 0), NO_DRAFT, jnp.int32)
+    rows, packet = verified(logits, drafts, rows, _draw)
+    chosen = jnp.swapaxes(_recorded(routing, cfg), 0, 1) if routes else None
+    return views, rows, Sampled(packet, chosen)
+
+
+def page_of(pool: Pool) -> int:
+    """Tokens of a page."""
+    return pool[0][0].shape[2]
+
+
+def unpacked(
+    packed: Int[Array, " n"], shape: DecodeShape, slots: Slots, page: int
+) -> tuple[Slots, Tables]:
+    """The rows of a packet, those whose state is on the device from there, and its tables."""
+    width = packets.HEADER + shape.own
+    wide = packed[: shape.rows * width].reshape(shape.rows, width)
+    shared = packed[shape.rows * width :].reshape(-1, 1 + shape.shared)
+    header = wide[:, : packets.HEADER]
+    state = header[:, packets.STATE]
+    kept = jax.tree.map(lambda x: x[: shape.rows], slots)
+
+    def chosen(old: Array, new: Array) -> Array:
+        fresh = (state == packets.FRESH).reshape(-1, *(1,) * (old.ndim - 1))
+        return jnp.where(fresh, new, old)
+
+    tables = Tables(own=wide[:, packets.HEADER :], shared=shared[:, 1:], count=shared[:, 0])
+    rows, empty = jax.tree.map(chosen, kept, _fresh(header)), state == packets.EMPTY
+    rows = dataclasses.replace(
+        rows,
+        active=rows.active & ~empty,
+        # Its own table has scratch alone: that is where it writes.
+        position=jnp.where(empty, before_own(tables, page), rows.position),
+    )
+    return rows, tables
+
+
+def _fresh(header: Int[Array, "B C"]) -> Slots:
+    """Rows of requests that begin, or go on from what is known of them."""
+    return Slots(
+        token=header[:, packets.TOKEN],
+        position=header[:, packets.POSITION],
+        left=header[:, packets.LIMIT],
+        active=header[:, packets.LIMIT] > 0,
+        key=request_key(
+            header[:, packets.SEED_HIGH], header[:, packets.SEED_LOW], header[:, packets.CHOICE]
+        ),
+        temperature=jax.lax.bitcast_convert_type(header[:, packets.TEMPERATURE], jnp.float32),
+        stop=header[:, packets.STOP :],
+    )
+
+
+def _draw(logits: Float[Array, "B V"], rows: Slots) -> tuple[Slots, Int[Array, "B 4"]]:
+    """Samples the token after each row's newest one, and packs token, log-probs and status."""
+    position = rows.position + 1
+    token, logp = sample(logits, rows.temperature, rows.key, position)
+    raw = raw_logprobs(logits, token, logp, rows.temperature)
+    stopped = jnp.any(token[:, None] == rows.stop, axis=-1)
+    left = rows.left - 1
+    ended = jnp.where(stopped, packets.STOPPED, packets.EXHAUSTED)
+    status = jnp.where(stopped | (left <= 0), ended, packets.GOES_ON)
+    active = rows.active
+    after = dataclasses.replace(
+        rows,
+        token=jnp.where(active, token, rows.token),
+        position=jnp.where(active, position, rows.position),
+        left=jnp.where(active, left, rows.left),
+        active=active & (status == packets.GOES_ON),
+    )
+    bits = (jax.lax.bitcast_convert_type(x, jnp.int32) for x in (logp, raw))
+    return after, jnp.stack([token, *bits, jnp.where(active, status, packets.IDLE)], axis=-1)
 
 
 def _ready(mesh: Mesh | None) -> transformer.Ready:
@@ -166,36 +250,23 @@ def publish(
     return layout.unstack(jax.tree_util.tree_map_with_path(copied, used), cfg)
 
 
-def _admitted(header: Int[Array, "R C"], last: Int[Array, " R"]) -> Slots:
-    """Slot rows of prompts just read, before their first token."""
-    return Slots(
-        token=last,
-        position=header[:, packets.LENGTH] - 1,
-        left=header[:, packets.LIMIT],
-        active=header[:, packets.LIMIT] > 0,
-        key=request_key(
-            header[:, packets.SEED_HIGH], header[:, packets.SEED_LOW], header[:, packets.CHOICE]
-        ),
-        temperature=jax.lax.bitcast_convert_type(header[:, packets.TEMPERATURE], jnp.float32),
-        stop=header[:, packets.STOP :],
-    )
+@jax.jit
+def export(pool: Pool, pages: Int[Array, " n"]) -> Float[Array, "n layers 2 K page D"]:
+    """A copy of some pages, all layers of each together."""
+    traces["export"] += 1
+    return jnp.stack([jnp.stack([x[pages] for x in layer], axis=1) for layer in pool], axis=1)
 
 
-def _draw(logits: Float[Array, "B V"], slots: Slots) -> tuple[Slots, Int[Array, "B 3"]]:
-    """Samples the token after each slot's newest one, and packs (token, log-prob, status)."""
-    position = slots.position + 1
-    token, logp = sample(logits, slots.temperature, slots.key, position)
-    stopped = jnp.any(token[:, None] == slots.stop, axis=-1)
-    left = slots.left - 1
-    ended = jnp.where(stopped, packets.STOPPED, packets.EXHAUSTED)
-    status = jnp.where(stopped | (left <= 0), ended, packets.GOES_ON)
-    active = slots.active
-    after = dataclasses.replace(
-        slots,
-        token=jnp.where(active, token, slots.token),
-        position=jnp.where(active, position, slots.position),
-        left=jnp.where(active, left, slots.left),
-        active=active & (status == packets.GOES_ON),
-    )
-    bits = jax.lax.bitcast_convert_type(logp, jnp.int32)
-    return after, jnp.stack([token, bits, jnp.where(active, status, packets.IDLE)], axis=-1)
+@partial(jax.jit, donate_argnames="pool")
+def ingest(pool: Pool, pages: Int[Array, " n"], data: Float[Array, "n layers 2 K page D"]) -> Pool:
+    """The pool with `data`, as `export` gives it, in some of its pages."""
+    traces["ingest"] += 1
+
+    def one(index: int, layer: tuple[Array, Array]) -> tuple[Array, Array]:
+        keys, values = (
+            x.at[pages].set(data[:, index, part], mode="promise_in_bounds")
+            for part, x in enumerate(layer)
+        )
+        return keys, values
+
+    return tuple(one(i, layer) for i, layer in enumerate(pool))

@@ -1,10 +1,11 @@
-"""The engine's arrays on the device: weights, cache and slot states.
+"""The engine's arrays on the device: weights, pool and slot states.
 
 Plans and new weights flow in, results flow out. All but the constructor runs on the one device
-thread; the cache and the states are donated to each call, so nothing else may hold them.
+thread; the pool and the states are donated to each call, so nothing else may hold them.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,21 @@ import numpy as np
 from forge_jax.config import RolloutConfig
 from forge_jax.models.config import ModelConfig
 from forge_jax.rollout import programs
-from forge_jax.rollout.cache import cache_sharding, empty_cache
-from forge_jax.rollout.packets import Sampled, buckets, pack_prefill
-from forge_jax.rollout.scheduler import Plan, Results
+from forge_jax.rollout.cache import empty_pool, pool_sharding
+from forge_jax.rollout.packets import (
+    SCRATCH,
+    DecodeShape,
+    PrefillShape,
+    Sampled,
+    decode_shapes,
+    pack_decode,
+    pack_prefill,
+    prefill_shapes,
+)
+from forge_jax.rollout.plans import Plan, Results
 from forge_jax.sharding import automatic, mesh_of, replicated
+
+MOVED = 16  # pages of one call that moves some
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,7 +39,7 @@ class Flight:
     plan: Plan
     version: int  # of the weights
     began: float
-    firsts: list[Sampled]
+    routes: list[Any]  # of each prefill call, see `programs.prefill`
     block: Sampled | None
 
 
@@ -41,18 +53,18 @@ class Runner:
         self._rollout = rollout
         self._weights: Any = None  # layers as a tuple, see programs.publish
         self._layout: Any = None  # ShapeDtypeStruct with sharding of every one that is given
-        self._cache: Any = None
+        self._pool: Any = None
         self._slots: Any = None
 
     def start(self, params: Any) -> None:
-        """Publishes the first weights and allocates cache and slots beside them."""
+        """Publishes the first weights and allocates pool and slots beside them."""
         self._layout = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=automatic(x.sharding)), params
         )
         self._weights = self._copy(params)
         embed, rollout = self._weights["embed"], self._rollout
-        where = cache_sharding(embed.sharding, self._cfg, rollout.slots)
-        self._cache = empty_cache(self._cfg, rollout.slots, rollout.context, embed.dtype, where)
+        where = pool_sharding(embed.sharding, self._cfg)
+        self._pool = empty_pool(self._cfg, rollout.pool_pages, rollout.page, embed.dtype, where)
         self._slots = jax.device_put(programs.empty_slots(rollout.slots), replicated(where))
 
     def publish(self, version: int, params: Any) -> None:
@@ -71,10 +83,12 @@ class Runner:
 
     def warm_up(self) -> None:
         """Compiles every shape by running it on padding alone; all slots must be idle."""
-        rollout = self._rollout
-        for size in buckets(rollout.context):
-            self._prefill(pack_prefill([], rollout.prefill_rows, size, rollout.slots))
-        jax.block_until_ready(self._decode())
+        for prefill in prefill_shapes(self._rollout):
+            self._prefill(pack_prefill([], prefill, self._rollout), prefill)
+        for decode in decode_shapes(self._rollout):
+            self._decode(pack_decode([], [], decode, self._rollout), decode)
+        self.ingest([SCRATCH], self.export([SCRATCH]))
+        jax.block_until_ready(self._pool)
 
     def advance(
         self, plan: Plan | None, unread: Flight | None, hold: bool
@@ -88,44 +102,58 @@ class Runner:
             unread, flight = flight, None
         return (None if unread is None else self._read(unread)), flight
 
+    def export(self, pages: Sequence[int]) -> np.ndarray:
+        """What pages hold, on the host: [n, layers, 2, K, page, D], keys before values."""
+        parts = [
+            programs.export(self._pool, chunk) for chunk, _ in _chunks(pages)
+        ]  # all dispatched before the first is read
+        return np.concatenate(jax.device_get(parts))[: len(pages)]
+
+    def ingest(self, pages: Sequence[int], data: np.ndarray) -> None:
+        """Writes `data`, as `export` gives it, to pages."""
+        for chunk, start in _chunks(pages):
+            part = data[start : start + MOVED]
+            padded = np.zeros((MOVED, *data.shape[1:]), data.dtype)
+            padded[: len(part)] = part
+            self._pool = programs.ingest(self._pool, chunk, padded)
+
     def _dispatch(self, plan: Plan) -> Flight:
-        return Flight(
-            plan=plan,
-            version=self.version,
-            began=time.monotonic(),
-            firsts=[self._prefill(packed) for packed in plan.prefills],
-            block=self._decode() if plan.decode else None,
-        )
+        began = time.monotonic()
+        routes = [self._prefill(call.packet, call.shape) for call in plan.prefills]
+        decode = plan.decode
+        block = None if decode is None else self._decode(decode.packet, decode.shape)
+        return Flight(plan=plan, version=self.version, began=began, routes=routes, block=block)
 
     def _read(self, flight: Flight) -> Results:
-        firsts, block = jax.device_get((flight.firsts, flight.block))
+        routes, block = jax.device_get((flight.routes, flight.block))
         return Results(
             plan=flight.plan,
-            firsts=tuple(firsts),
+            routes=tuple(routes),
             block=block,
             version=flight.version,
             began=flight.began,
         )
 
-    def _prefill(self, packed: np.ndarray) -> Sampled:
-        self._cache, self._slots, result = programs.prefill(
+    def _prefill(self, packet: np.ndarray, shape: PrefillShape) -> Any:
+        self._pool, routes = programs.prefill(
             self._weights,
-            self._cache,
-            self._slots,
-            packed,
+            self._pool,
+            packet,
             cfg=self._cfg,
+            shape=shape,
             routes=self._rollout.routes,
             mesh=mesh_of(self._weights),
         )
-        return result
+        return routes
 
-    def _decode(self) -> Sampled:
-        self._cache, self._slots, result = programs.decode(
+    def _decode(self, packet: np.ndarray, shape: DecodeShape) -> Sampled:
+        self._pool, self._slots, result = programs.decode(
             self._weights,
-            self._cache,
+            self._pool,
             self._slots,
+            packet,
             cfg=self._cfg,
-            steps=self._rollout.decode_steps,
+            shape=shape,
             routes=self._rollout.routes,
             mesh=mesh_of(self._weights),
         )
@@ -138,3 +166,14 @@ class Runner:
         return jax.block_until_ready(
             programs.publish(placed, cfg=self._cfg, dtype=self._rollout.dtype)
         )
+
+
+def _chunks(pages: Sequence[int]) -> list[tuple[np.ndarray, int]]:
+    """Pages in calls of `MOVED`, the last filled up with scratch, and the index of the first."""
+    found = []
+    for start in range(0, len(pages), MOVED):
+        chunk = np.full(MOVED, SCRATCH, np.int32)
+        part = pages[start : start + MOVED]
+        chunk[: len(part)] = part
+        found.append((chunk, start))
+    return found

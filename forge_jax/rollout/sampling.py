@@ -39,6 +39,25 @@ def sample(
     return jnp.where(greedy, _first(x == top), token), jnp.where(greedy, 0.0, logp)
 
 
+def raw_logprobs(
+    logits: Float[Array, "B V"],
+    token: Int[Array, " B"],
+    logp: Float[Array, " B"],
+    temperature: Float[Array, " B"],
+) -> Float[Array, " B"]:
+    """Log-probs f32[B] of tokens under softmax(logits), given those under the temperatures.
+
+    At temperature 1 they are the same; a second softmax is computed only where one is not.
+    """
+
+    def recomputed() -> Array:
+        x = logits.astype(jnp.float32)
+        chosen = jnp.take_along_axis(x, token[:, None], axis=-1)[:, 0]
+        return jnp.where(temperature == 1, logp, chosen - jax.nn.logsumexp(x, axis=-1))
+
+    return jax.lax.cond(jnp.all(temperature == 1), lambda: logp, recomputed)
+
+
 def _inverse_cdf(
     weights: Float[Array, "B V"], uniform: Float[Array, " B"]
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
