@@ -7,6 +7,7 @@ may store it below. Invariant: never more than `capacity` pages. Threads may sha
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Sharding
@@ -77,7 +78,8 @@ class HostPages:
 def pinned(where: Sharding) -> Place:
     """Places pages in pinned host memory beside the devices of `where`, from which they reach
     these without a copy by the CPU; in ordinary memory where the backend has none."""
-    kinds = {memory.kind for device in where.device_set for memory in device.addressable_memories()}
+    devices: list[Any] = list(where.device_set)
+    kinds = {memory.kind for device in devices for memory in device.addressable_memories()}
     if "pinned_host" not in kinds:
         return lambda page: page
     there = where.with_memory_kind("pinned_host")

@@ -158,9 +158,11 @@ class PageStore:
         try:
             found = future.result(timeout=max(until - time.monotonic(), 1e-3))
         except TimeoutError as error:
-            return self._failed("read_timeouts", None, error)
+            self._failed("read_timeouts", None, error)
+            return None
         except Exception as error:  # whatever a driver raises: the page is computed instead
-            return self._failed("read_failures", name, error)
+            self._failed("read_failures", name, error)
+            return None
         with self._lock:
             self._failures = 0
             if found.state != "value":

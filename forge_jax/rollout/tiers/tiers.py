@@ -92,7 +92,9 @@ class Tiers:
 
     def stats(self) -> Mapping[str, float]:
         """Gauges and running totals."""
-        found = {name: self._counts[name] for name in ("pages_dropped", "faults", "invalidated")}
+        found: dict[str, float] = {
+            name: self._counts[name] for name in ("pages_dropped", "faults", "invalidated")
+        }
         found["pages_pending"] = self._pending
         if self._host is not None:
             found["host_hits"] = self._counts["host_hits"]
