@@ -88,13 +88,13 @@ class Tables(NamedTuple):
 
     own: Int[Array, "B C"]
     shared: Int[Array, "bundles S"]
-    count: Int[Array, " bundles"]  # of its pages that a bundle reads
+    pages: Int[Array, " bundles"]  # that a bundle reads
 
 
 def before_own(tables: Tables, page: int) -> Int[Array, " B"]:
     """Tokens of every row that its bundle reads for it."""
-    rows = len(tables.own) // len(tables.count)
-    return jnp.repeat(tables.count, rows) * page
+    rows = len(tables.own) // len(tables.pages)
+    return jnp.repeat(tables.pages, rows) * page
 
 
 def opened(pool: Pool, tables: Tables) -> tuple[Views, ...]:
@@ -131,7 +131,7 @@ def decode_attend(position: Int[Array, "B T"], tables: Tables, page: int) -> Att
 
     What a bundle shares is read once for all of its rows, as in cascade inference.
     """
-    bundles = len(tables.count)
+    bundles = len(tables.pages)
     index = position - before_own(tables, page)[:, None]
 
     def attend(q: Array, k: Array, v: Array, views: Views) -> tuple[Array, Views]:
@@ -142,11 +142,11 @@ def decode_attend(position: Int[Array, "B T"], tables: Tables, page: int) -> Att
             old.at[row, :, index].set(new, mode="promise_in_bounds", unique_indices=True)
             for old, new in zip(views.own, (k, v), strict=True)
         )
-        parts = [gathered_attention(q, *own, index, scale=scale)]
+        parts = [gathered_attention(q, own[0], own[1], index, scale=scale)]
         if views.shared is not None:
             together = q.reshape(bundles, -1, heads, dim)
             last = jnp.broadcast_to(
-                (tables.count * page - 1)[:, None], (bundles, together.shape[1])
+                (tables.pages * page - 1)[:, None], (bundles, together.shape[1])
             )
             o, lse = gathered_attention(together, *views.shared, last, scale=scale)
             parts.append((o.reshape(q.shape), lse.reshape(rows, queries, heads)))

@@ -135,12 +135,11 @@ def pack_decode(
     return np.concatenate([wide.reshape(-1), shared.reshape(-1)])
 
 
-def page_buckets(rollout: RolloutConfig) -> tuple[int, ...]:
-    """Lengths of page tables: a ratio of 4 apart, the largest that of a whole sequence."""
-    most = rollout.sequence_pages
-    sizes = [most]
+def page_buckets(rollout: RolloutConfig, ratio: int) -> tuple[int, ...]:
+    """Lengths of page tables: a ratio apart, the largest that of a whole sequence."""
+    sizes = [rollout.sequence_pages]
     while not rollout.deterministic and sizes[-1] > 4:
-        sizes.append(-(-sizes[-1] // 4))
+        sizes.append(-(-sizes[-1] // ratio))
     return tuple(reversed(sizes))
 
 
@@ -160,20 +159,19 @@ def prefill_shapes(rollout: RolloutConfig) -> tuple[PrefillShape, ...]:
     return tuple(
         PrefillShape(tokens=size, pages=pages)
         for size in reversed(tokens)
-        for pages in page_buckets(rollout)
+        for pages in page_buckets(rollout, 4)
     )
 
 
 def decode_shapes(rollout: RolloutConfig) -> tuple[DecodeShape, ...]:
     """All that a decode call can have."""
-    pages = page_buckets(rollout)
     cascade = rollout.bundle > 1 and not rollout.deterministic
     return tuple(
         DecodeShape(rows=rows, shared=shared, own=own, steps=rollout.decode_steps, drafts=drafts)
         for drafts in rollout.depths
         for rows in row_buckets(rollout)
-        for shared in ((0, *pages) if cascade else (0,))
-        for own in pages
+        for shared in (0, *(page_buckets(rollout, 4) if cascade else ()))
+        for own in page_buckets(rollout, 2)  # every row has one: what is padding costs most
     )
 
 

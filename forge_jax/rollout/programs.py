@@ -171,7 +171,7 @@ def unpacked(
         fresh = (state == packets.FRESH).reshape(-1, *(1,) * (old.ndim - 1))
         return jnp.where(fresh, new, old)
 
-    tables = Tables(own=wide[:, packets.HEADER :], shared=shared[:, 1:], count=shared[:, 0])
+    tables = Tables(own=wide[:, packets.HEADER :], shared=shared[:, 1:], pages=shared[:, 0])
     rows, empty = jax.tree.map(chosen, kept, _fresh(header)), state == packets.EMPTY
     rows = dataclasses.replace(
         rows,
