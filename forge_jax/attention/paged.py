@@ -79,7 +79,10 @@ def merge(
     for _, lse in parts[1:]:
         top = jnp.maximum(top, lse)
     top = jnp.where(jnp.isfinite(top), top, 0)
-    shares = [jnp.exp(lse - top) for _, lse in parts]
-    total = sum(shares)
-    total = jnp.where(total > 0, total, 1)
-    return sum(o * (share / total)[..., None] for (o, _), share in zip(parts, shares, strict=True))
+    shares = jnp.stack([jnp.exp(lse - top) for _, lse in parts])
+    total = jnp.sum(shares, axis=0)
+    shares = shares / jnp.where(total > 0, total, 1)
+    merged = parts[0][0] * shares[0][..., None]
+    for (o, _), share in zip(parts[1:], shares[1:], strict=True):
+        merged += o * share[..., None]
+    return merged
