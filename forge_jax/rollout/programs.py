@@ -127,7 +127,7 @@ def decode(
         cache, rows, result = decode_step(params, *carry, tables, page, cfg, direct, routes, mesh)
         return (cache, rows), result
 
-    cache = pool if direct else opened(pool, tables)
+    cache: Any = pool if direct else opened(pool, tables)
     (cache, rows), results = jax.lax.scan(step, (cache, rows), length=shape.steps)
     count = shape.steps * (1 + shape.drafts)
     pool = cache if direct else closed(pool, cache, tables, first, count)
