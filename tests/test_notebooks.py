@@ -14,7 +14,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SHORT = {
     "quickstart": (
         "steps=2 warm.steps=20 warm.gate=0 eval.episodes=8 sched.group=4 sched.batch=2 "
-        "sched.in_flight=4 sched.window=2 rollout.slots=16 rollout.prefill_rows=4",
+        "sched.in_flight=4 sched.window=2 rollout.slots=16",
         "summary.json",
     ),
     "prefix_tree": ("workloads=[micro] model=micro steps=1 contexts=[64]", "bench/rows.json"),

@@ -2,21 +2,26 @@
 
 Host logic runs on the event loop, everything of the device on the one thread of the executor
 it shares with the trainer. Invariant: every request ends exactly once, by a chunk with a
-finish reason, by `Refused`, or by its caller closing the iterator.
+finish reason, by `Refused`, or by its caller closing the iterator; and no request reads keys
+and values of other weights than those it began with, but where it runs on across an update.
 """
 
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Executor
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from forge_jax.config import RolloutConfig, UserError, check
+import numpy as np
+
+from forge_jax.config import UPDATES, RolloutConfig, UserError, check
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.tokenizer import Tokenizer
 from forge_jax.rollout import programs
-from forge_jax.rollout.jobs import Job, Limits, row_of, seed_of
+from forge_jax.rollout.jobs import Limits, job_of, seed_of
+from forge_jax.rollout.keys import block_keys, root_key
 from forge_jax.rollout.runner import Flight, Runner
 from forge_jax.rollout.scheduler import Scheduler
 from forge_jax.rollout.stop import StopStrings
@@ -36,7 +41,7 @@ def check_model(rollout: RolloutConfig, cfg: ModelConfig) -> None:
 
 
 class RolloutEngine:
-    """Continuous batching over static slots; implements `types.Engine`.
+    """Continuous batching over a pool of pages; implements `types.Engine`.
 
     `params` are stacked and are copied on the device thread before any job submitted to it
     later runs, so the caller may donate them from then on. `device` must have one thread.
@@ -60,13 +65,20 @@ class RolloutEngine:
         to be recorded of a model without experts.
         """
         check_model(rollout, cfg)
+        self._cfg, self._rollout = cfg, rollout
         self._limits = Limits(context=rollout.context, vocab=cfg.vocab, stop_ids=tuple(stop_ids))
         self._tokenizer = tokenizer
         self._seed = seed
         self._numbers = itertools.count()
-        self._scheduler = Scheduler(rollout)
+        self._epochs = itertools.count()  # of what the prefix tree may serve
+        self._version = version
+        self._scheduler = Scheduler(rollout, self._root())
         self._callers: dict[int, asyncio.Queue[Chunk | Refused]] = {}
         self._wake = asyncio.Event()
+        self._moved = asyncio.Event()  # something has ended, or may have
+        self._turn = asyncio.Lock()  # of the pool and the weights, from a plan to its dispatch
+        self._changing = asyncio.Lock()  # one update or pause at a time
+        self._changes: set[asyncio.Task[None]] = set()
         self._serving = False
         self._closed: str | None = None  # why no request is taken
         self._failure: Exception | None = None
@@ -77,22 +89,29 @@ class RolloutEngine:
     @property
     def version(self) -> int:
         """Version of the weights that the next device call samples from."""
-        return self._runner.version
+        return self._version
 
     def stats(self) -> Mapping[str, float]:
         """Gauges and running totals, for logs and metrics."""
-        counts = self._scheduler.counts
+        scheduler = self._scheduler
+        counts, memory = scheduler.counts, scheduler.memory
         rounds = counts["slot_rounds"]
         return {
-            "requests_running": self._scheduler.running,
-            "requests_waiting": self._scheduler.waiting,
+            "requests_running": scheduler.running,
+            "requests_waiting": scheduler.waiting,
             "requests_submitted": counts["submitted"],
             **{f"requests_{finish}": counts[finish] for finish in Finish},
+            "preemptions": counts["preemptions"],
             "tokens_sampled": counts["sampled"],
             "tokens_prefilled": counts["prefill_tokens"],
+            "tokens_cached": counts["cached_tokens"],
             "prefill_calls": counts["prefill_calls"],
             "decode_calls": counts["decode_calls"],
             "slot_utilisation": counts["busy_slot_rounds"] / rounds if rounds else 0.0,
+            "pages_total": memory.pool.total,
+            "pages_free": memory.pool.free,
+            "pages_cached": memory.tree.evictable,
+            "pages_shared": memory.tree.locked,
             "swaps": self._runner.swaps,
             "weight_version": self.version,
             "programs_traced": programs.traces.total(),
@@ -107,13 +126,26 @@ class RolloutEngine:
     async def swap(self, version: int, params: Any) -> None:
         """Copies `params` and samples from the copy from the next device call on.
 
-        Requests in flight go on with the keys and values they have. The caller may donate
-        `params` once this returns. Raises ValueError if the version goes back or the
-        parameters do not look like the first ones.
+        What becomes of running requests is said by ``rollout.update``: "keep" goes on with the
+        keys and values they have; "recompute" computes them again, with what was sampled so
+        far; "wait" lets them end first, while new ones wait; "abort" ends them with
+        Finish.ABORT. Whoever has not begun yet reads nothing of the old weights in any case.
+        The caller may donate `params` once this returns; an update that has begun goes on if
+        the caller is cancelled. Raises ValueError if the version goes back, the parameters do
+        not look like the first ones, or running requests are to end while the engine is paused.
         """
-        check(version >= self.version, f"{version=} is older than version={self.version}")
-        await self._ready()
-        await self._on_device(self._runner.publish, version, params)
+        await self._lasting(self._swap(version, params))
+
+    async def pause(self, mode: str = "keep") -> None:
+        """Plans nothing more until `resume`; new requests wait. `mode` is as in `swap`: running
+        requests stay as they are, are computed again later, end first, or are aborted."""
+        check(mode in UPDATES, f"mode={mode!r} must be one of {', '.join(UPDATES)}")
+        await self._lasting(self._pause(mode))
+
+    def resume(self) -> None:
+        """Goes on after a pause."""
+        self._scheduler.paused = False
+        self._wake.set()
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Yields chunks as they are decoded; see `types.Engine`."""
@@ -130,6 +162,46 @@ class RolloutEngine:
         finally:
             del self._callers[number]
             self._scheduler.abandon(number)
+            self._moved.set()
+
+    async def export_prefix(self, ids: np.ndarray) -> tuple[int, np.ndarray]:
+        """How many of the first tokens `ids` the prefix tree has, whole pages of them, and what
+        is in these pages: [n, layers, 2, K, page, D], see `Runner.export`."""
+        tree = self._scheduler.memory.tree
+        async with self._turn:
+            nodes = tree.match(self._keys(ids))
+            tree.hold(nodes)
+            try:
+                pages = [node.page for node in nodes]
+                data = await self._on_device(self._runner.export, pages)
+            finally:
+                tree.release(nodes)
+        return len(nodes) * self._rollout.page, data
+
+    async def ingest_prefix(self, ids: np.ndarray, data: np.ndarray, version: int) -> int:
+        """Puts pages of the first tokens `ids`, made by weights of `version`, in the prefix tree,
+        as far as there is room; returns how many tokens of `ids` it has then.
+
+        Raises ValueError if the engine has other weights by now.
+        """
+        memory = self._scheduler.memory
+        async with self._turn:
+            check(version == self.version, f"{version=} is not version={self.version}")
+            keys = self._keys(ids)[: len(data)]
+            held = memory.tree.match(keys)
+            memory.tree.hold(held)
+            pages: list[int] = []
+            try:
+                old = len(held)
+                pages = memory.take(min(len(keys) - old, memory.available))
+                await self._on_device(self._runner.ingest, pages, data[old : old + len(pages)])
+                for key in keys[old : old + len(pages)]:
+                    parent = held[-1] if held else None
+                    held.append(memory.tree.insert(parent, key, pages.pop(0)))
+            finally:
+                memory.pool.give(pages)
+                memory.tree.release(held)
+        return len(held) * self._rollout.page
 
     async def serve(self) -> None:
         """Runs until cancelled; then every request ends with Finish.ABORT.
@@ -145,43 +217,113 @@ class RolloutEngine:
             await self._rounds()
         except asyncio.CancelledError:
             self._closed = "the engine has stopped"
-            for number, chunk in self._scheduler.drain():
-                self._callers[number].put_nowait(chunk)
+            self._send(self._scheduler.drain())
+            self._scheduler.renew(self._root())
             raise
         except Exception as error:
             self._fail(error)
             raise
         finally:
             self._serving = False
+            self._moved.set()
 
     async def _rounds(self) -> None:
         unread: Flight | None = None
         while True:
-            # Slots that an unread round may free are worth more than a round begun early.
-            wait = unread is not None and self._scheduler.crowded
-            plan = None if wait else self._scheduler.plan()
-            if plan is None and unread is None:
-                self._wake.clear()
+            async with self._turn:
+                # Slots that an unread round may free are worth more than a round begun early.
+                wait = unread is not None and self._scheduler.crowded
+                plan = None if wait else self._scheduler.plan()
+                idle = plan is None and unread is None
+                if idle:
+                    self._wake.clear()
+                else:
+                    hold = plan is not None and self._scheduler.goes_on
+                    hold = hold and not self._scheduler.crowded
+                    results, unread = await self._on_device(
+                        self._runner.advance, plan, unread, hold
+                    )
+                    if results is not None:
+                        self._send(self._scheduler.apply(results))
+                        self._moved.set()
+            if idle:
                 await self._wake.wait()
                 await asyncio.sleep(0)  # callers of the same tick come along
-                continue
-            hold = plan is not None and self._scheduler.goes_on and not self._scheduler.crowded
-            results, unread = await self._on_device(self._runner.advance, plan, unread, hold)
-            if results is not None:
-                for number, chunk in self._scheduler.apply(results):
-                    self._callers[number].put_nowait(chunk)
+
+    async def _swap(self, version: int, params: Any) -> None:
+        check(version >= self.version, f"{version=} is older than version={self.version}")
+        await self._ready()
+        async with self._changing:
+            scheduler, mode = self._scheduler, self._rollout.update
+            check(
+                not (mode == "wait" and scheduler.paused and scheduler.running),
+                f"update={mode!r} while the engine is paused with requests that run",
+            )
+            async with self._emptied(mode), self._turn:
+                await self._on_device(self._runner.publish, version, params)
+                self._version = version
+                self._settle(mode)
+                scheduler.renew(self._root())
+        self._wake.set()
+
+    async def _pause(self, mode: str) -> None:
+        async with self._changing, self._emptied(mode), self._turn:
+            self._scheduler.paused = True
+            self._settle(mode)
+
+    @asynccontextmanager
+    async def _emptied(self, mode: str) -> AsyncGenerator[None, None]:
+        """Where `mode` is "wait", a time in which no request runs and none is admitted."""
+        scheduler = self._scheduler
+        try:
+            scheduler.admitting = mode != "wait"
+            while mode == "wait" and scheduler.running:
+                self._moved.clear()
+                await self._moved.wait()
+            yield
+        finally:
+            scheduler.admitting = True
+            self._wake.set()
+
+    def _settle(self, mode: str) -> None:
+        """Does to running requests what an update or a pause of this mode does."""
+        if mode == "recompute":
+            self._scheduler.retract()
+        elif mode == "abort":
+            self._send(self._scheduler.abort())
+
+    async def _lasting(self, change: Coroutine[Any, Any, None]) -> None:
+        """Runs a change to its end, even if whoever asked for it is cancelled."""
+        task = asyncio.create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        await asyncio.shield(task)
+
+    def _root(self) -> bytes:
+        """A key that no page is in the tree under yet."""
+        parts = {"version": self._version, "epoch": next(self._epochs)}
+        return root_key(parts)
+
+    def _keys(self, ids: np.ndarray) -> list[bytes]:
+        return block_keys(self._scheduler.memory.root, ids, self._rollout.page)
 
     def _submit(self, request: Request) -> int:
         if self._closed is not None:
             raise Refused(503, self._closed)
         number = next(self._numbers)
         sampling = request.sampling
-        row = row_of(request, self._limits, seed_of(sampling, self._seed, number))
+        if "" in sampling.stop:
+            raise Refused(400, "stop='' must not be empty")
         stop = StopStrings(sampling.stop, self._tokenizer) if sampling.stop else None
-        self._scheduler.submit(Job(number, row, stop, time.monotonic()))
+        seed = seed_of(sampling, self._seed, number)
+        self._scheduler.submit(job_of(request, self._limits, number, seed, stop, time.monotonic()))
         self._callers[number] = asyncio.Queue()
         self._wake.set()
         return number
+
+    def _send(self, chunks: Iterable[tuple[int, Chunk]]) -> None:
+        for number, chunk in chunks:
+            self._callers[number].put_nowait(chunk)
 
     def _fail(self, error: Exception) -> None:
         self._failure, self._closed = error, f"the engine failed: {error!r}"

@@ -1,28 +1,88 @@
 """Requests as the scheduler holds them.
 
 A `Request` comes in from a caller, a validated `Job` goes out; a job is owned by the
-scheduler alone and ends exactly once.
+scheduler alone and ends exactly once. While it has a slot it also has a `Stay` there.
 """
 
-from dataclasses import dataclass
+import dataclasses
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from forge_jax.rollout.packets import STOP_IDS, Row
+from forge_jax.rollout.packets import STOP_IDS, Fresh
+from forge_jax.rollout.prefix import Node
 from forge_jax.rollout.stop import StopStrings
-from forge_jax.types import Refused, Request, Sampling
+from forge_jax.types import NO_ROUTE, Refused, Request, Sampling
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One live request."""
+    """One live request; what it was given so far can be computed again at any time."""
 
     number: int  # of the submission, unique in the engine
-    row: Row
+    tokens: np.ndarray  # i32[total]: the prompt, then what was sampled, then room for more
+    prompt: int  # tokens of it
+    length: int  # known tokens
+    fresh: Fresh  # how it began
     stop: StopStrings | None
     submitted: float  # when, in seconds
-    asked: int = 0  # tokens whose sampling has been dispatched
-    fresh: bool = True  # no chunk has left yet
+    began: float | None = None  # when the device first worked on it
+    cached: int = 0  # tokens of the prompt that were read from the prefix tree
+    silent: bool = True  # no chunk has left yet
+    routes: np.ndarray | None = None  # int[total, layers, k], as far as they are read
+    routed: int = 0  # tokens whose routes have left
+    root: bytes = b""  # that `keys` begin with
+    keys: list[bytes] = field(default_factory=list)  # of full pages that another may have computed
+    awaited: bytes = b""  # a running request is computing this page of it
+
+    @property
+    def total(self) -> int:
+        """Tokens it may come to."""
+        return len(self.tokens)
+
+    def row(self) -> Fresh:
+        """What the device must know to go on from here."""
+        token, left = int(self.tokens[self.length - 1]), self.total - self.length
+        return dataclasses.replace(self.fresh, token=token, limit=left)
+
+    def record(self, start: int, routes: np.ndarray) -> None:
+        """Takes in the experts of tokens from `start` on."""
+        if self.routes is None:
+            self.routes = np.full((self.total, *routes.shape[1:]), NO_ROUTE, routes.dtype)
+        self.routes[start : start + len(routes)] = routes
+
+
+@dataclass(eq=False, slots=True)
+class Stay:
+    """A job's time in a slot, and the pages it has there."""
+
+    job: Job
+    nodes: list[Node]  # its first pages, which are in the prefix tree
+    found: int  # of them that others had computed
+    target: int  # tokens to compute before the first is sampled
+    filled: int  # of them that are computed by the calls planned so far
+    publishes: bool  # all its keys and values are of the present weights
+    pages: list[int]  # its pages behind those of `nodes`, its own alone
+    slot: int = -1
+    on_device: bool = False  # the slot's state is there
+    least: int = 0  # tokens that unread calls sample if it does not end
+    most: int = 0  # ... and at most
+    over: bool = False  # the slot and the pages are someone else's now
+
+    @property
+    def table(self) -> list[int]:
+        """All its pages in order."""
+        return [*(node.page for node in self.nodes), *self.pages]
+
+    @property
+    def ready(self) -> bool:
+        """Its next token can be sampled."""
+        return self.filled >= self.target and not self.asked
+
+    @property
+    def asked(self) -> bool:
+        """All that it may sample has been asked for."""
+        return self.job.length + self.least >= self.job.total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,25 +113,33 @@ def seed_of(sampling: Sampling, root: int, count: int) -> tuple[int, int]:
     return seed_words(sampling.seed)
 
 
-def row_of(request: Request, limits: Limits, seed: tuple[int, int]) -> Row:
-    """What the device needs of `request`.
+def job_of(
+    request: Request,
+    limits: Limits,
+    number: int,
+    seed: tuple[int, int],
+    stop: StopStrings | None,
+    now: float,
+) -> Job:
+    """`request` as a job.
 
     Raises Refused(400) if the prompt is empty, outside the vocabulary or leaves no room
     for a token (code "context_length_exceeded"), or the stops cannot be watched for.
     """
     prompt, sampling = np.asarray(request.prompt, np.int32), request.sampling
     _check_prompt(prompt, limits)
-    if "" in sampling.stop:
-        raise Refused(400, "stop='' must not be empty")
     room = limits.context - len(prompt)
-    return Row(
-        prompt=prompt,
-        limit=room if sampling.max_tokens is None else min(room, sampling.max_tokens),
+    limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
+    fresh = Fresh(
+        token=int(prompt[-1]),
+        limit=limit,
         seed=seed,
         choice=sampling.choice,
         temperature=sampling.temperature,
         stop_ids=_stop_ids(sampling, limits),
     )
+    tokens = np.concatenate([prompt, np.zeros(limit, np.int32)])
+    return Job(number, tokens, len(prompt), len(prompt), fresh, stop, now)
 
 
 def _check_prompt(prompt: np.ndarray, limits: Limits) -> None:

@@ -5,33 +5,53 @@ from typing import Any
 
 import numpy as np
 
-from forge_jax.rollout.jobs import Job
+from forge_jax.rollout.jobs import Stay
 from forge_jax.rollout.packets import DecodeShape, PrefillShape, Sampled
+from forge_jax.rollout.prefix import Node
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """A row of a prefill call."""
+
+    stay: Stay
+    start: int  # position of the first token
+    length: int
+    published: tuple[tuple[int, Node], ...]  # number in the sequence and node of pages it fills
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prefill:
+    """A call that computes keys and values."""
+
     shape: PrefillShape
     packet: np.ndarray
+    parts: tuple[Part, ...]  # of its first rows; the others are padding
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Decode:
+    """A call that samples."""
+
     shape: DecodeShape
     packet: np.ndarray
-    owners: tuple[Job | None, ...]
+    owners: tuple[Stay | None, ...]  # by slot
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
+    """One round: calls that run in this order."""
+
     prefills: tuple[Prefill, ...]
     decode: Decode | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Results:
+    """What the round of a plan came to."""
+
     plan: Plan
-    version: int
-    began: float
-    routes: tuple[Any, ...]
-    block: Sampled | None
+    version: int  # of the weights
+    began: float  # when it was dispatched, on the clock of the submissions
+    routes: tuple[Any, ...]  # int[R, T, layers, k] of each prefill call. None: not recorded
+    block: Sampled | None  # None where the plan did not decode

@@ -1,64 +1,40 @@
-"""Continuous batching: which request sits in which slot, and what came of it.
+"""Continuous batching: which requests run, what the device does next, and what came of it.
 
 Requests and device results flow in, device plans and chunks flow out; no clock, no event
-loop, no device. Invariant: a slot is free or owned by one running job, and every job
-submitted ends exactly once.
+loop, no device. Invariant: a slot is free or of one running job, every job submitted ends
+exactly once, and with all pages taken the oldest running job still goes on.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from forge_jax.config import RolloutConfig
-from forge_jax.rollout.jobs import Job
-from forge_jax.rollout.packets import (
-    EXHAUSTED,
-    GOES_ON,
-    IDLE,
-    LOGP,
-    STATUS,
-    STOPPED,
-    TOKEN,
-    Sampled,
-    buckets,
-    pack_prefill,
-)
+from forge_jax.rollout.jobs import Job, Stay
+from forge_jax.rollout.memory import Memory
+from forge_jax.rollout.placement import place
+from forge_jax.rollout.planning import plan_decode, plan_prefill, reach, window
+from forge_jax.rollout.plans import Plan, Prefill, Results
+from forge_jax.rollout.reading import chunk_of, read_prefills, routes_of, sampled_by
 from forge_jax.types import Chunk, Finish
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
-    """One round on the device: prefill calls, then a block of decode steps."""
-
-    prefills: tuple[np.ndarray, ...]  # packed, see packets
-    admitted: tuple[tuple[tuple[int, Job], ...], ...]  # (slot, job) per row of each prefill
-    owners: tuple[Job | None, ...]  # by slot
-    decode: bool  # some owner may sample more than its prefill does
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Results:
-    """What the round of a plan sampled, as packets."""
-
-    plan: Plan
-    firsts: tuple[Sampled, ...]  # of each prefill call
-    block: Sampled | None  # None where the plan did not decode
-    version: int  # of the weights that sampled it
-    began: float  # when it was dispatched, on the clock of the submissions
+PREFILLS = 8  # prefill calls of a round while nothing is decoded; fewer as more is
+AHEAD = 4  # waiting requests looked at for each slot, of which some may wait for a prefix
 
 
 class Scheduler:
-    """Admits in order of arrival, as soon as a slot is free."""
+    """Admits in order of arrival, but for those whose prefix is being computed."""
 
-    def __init__(self, cfg: RolloutConfig):
+    def __init__(self, cfg: RolloutConfig, root: bytes):
+        """`root` is the key of the weights, see `keys.root_key`."""
         self._cfg = cfg
-        self._buckets = buckets(cfg.context)
+        self.memory = Memory(cfg, root)
+        self.admitting = True  # False: no waiting request gets a slot
+        self.paused = False  # True: nothing is planned
         self._waiting: OrderedDict[int, Job] = OrderedDict()
-        self._owners: list[Job | None] = [None] * cfg.slots
-        self._free = list(reversed(range(cfg.slots)))
-        self._slots: dict[int, int] = {}  # job number -> slot
+        self._seats: list[Stay | None] = [None] * cfg.slots
+        self._stays: OrderedDict[int, Stay] = OrderedDict()  # by job number
+        self._beginnings: Counter[bytes] = Counter()  # first pages of live jobs
         self.counts: Counter[str] = Counter()
 
     @property
@@ -67,32 +43,38 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        return len(self._slots)
+        return len(self._stays)
 
     @property
     def crowded(self) -> bool:
         """More requests wait than slots are free."""
-        return len(self._waiting) > len(self._free)
+        return self.admitting and len(self._waiting) > self._cfg.slots - len(self._stays)
 
     @property
     def goes_on(self) -> bool:
-        """Some running request may sample more than has been dispatched."""
-        return any(job is not None and job.asked < job.row.limit for job in self._owners)
+        """Some running request may sample more than has been asked of it."""
+        return any(not stay.asked for stay in self._stays.values())
 
     def submit(self, job: Job) -> None:
         self._waiting[job.number] = job
+        self._beginnings[self._beginning(job)] += 1
         self.counts["submitted"] += 1
 
     def abandon(self, number: int) -> None:
         """Ends a job whose caller has gone; does nothing if it had ended before."""
-        if number in self._slots:
-            self._end(self._slots[number], Finish.ABORT)
-        elif self._waiting.pop(number, None) is not None:
-            self.counts[Finish.ABORT] += 1
+        if number in self._stays:
+            self._end(self._stays[number].job, Finish.ABORT)
+        elif number in self._waiting:
+            self._end(self._waiting[number], Finish.ABORT)
 
     def drain(self) -> list[tuple[int, Chunk]]:
-        """Ends every job with an empty aborted chunk."""
-        numbers = [*self._slots, *self._waiting]
+        """Ends every job with an empty aborted chunk. Calls that were planned may never run: have
+        it `renew` before the next plan, so that nobody reads what they were to write."""
+        return self.abort([*self._stays, *self._waiting])
+
+    def abort(self, numbers: list[int] | None = None) -> list[tuple[int, Chunk]]:
+        """Ends jobs, all running ones if none are named, with an empty aborted chunk each."""
+        numbers = [*self._stays] if numbers is None else numbers
         for number in numbers:
             self.abandon(number)
         nothing = np.zeros(0, np.int32)
@@ -101,128 +83,155 @@ class Scheduler:
         )
         return [(number, chunk) for number in numbers]
 
+    def retract(self) -> None:
+        """Puts every running job back to wait; it goes on from what is known of it."""
+        for stay in sorted(self._stays.values(), key=lambda stay: -stay.job.number):
+            self._retract(stay)
+
+    def renew(self, root: bytes) -> None:
+        """Goes on with other weights. What is computed stays with the jobs that run, none of
+        which puts pages in the tree from now on, and nobody else finds any of it."""
+        self.memory.renew(root)
+        for stay in self._stays.values():
+            stay.publishes = False
+
     def plan(self) -> Plan | None:
         """Admits what fits and plans the next round; None if there is nothing to do."""
-        groups: dict[int, list[tuple[int, Job]]] = {}
-        while self._waiting and self._free:
-            (_, job), slot = self._waiting.popitem(last=False), self._free.pop()
-            job.asked = 1
-            self._owners[slot], self._slots[job.number] = job, slot
-            groups.setdefault(self._bucket(job), []).append((slot, job))
-        calls = [(size, rows) for size in sorted(groups) for rows in self._split(groups[size])]
-        decode = self.goes_on
-        if decode:
-            self._ask()
-        if not calls and not decode:
+        if self.paused:
             return None
-        height, slots = self._cfg.prefill_rows, self._cfg.slots
-        packed = [
-            pack_prefill([(slot, job.row) for slot, job in rows], height, size, slots)
-            for size, rows in calls
-        ]
-        self._count(calls, decode)
-        return Plan(
-            prefills=tuple(packed),
-            admitted=tuple(rows for _, rows in calls),
-            owners=tuple(self._owners),
-            decode=decode,
-        )
+        self._grow()
+        calls: list[Prefill] = []
+        for _ in range(self._prefills()):
+            self._admit()
+            call = plan_prefill([*self._stays.values()], self.memory.publish, self._cfg)
+            if call is None:
+                break
+            calls.append(call)
+        self._admit()  # mates of the last prefill may lack nothing
+        self._grow()
+        ready = [stay for stay in self._stays.values() if stay.ready]
+        decode = plan_decode(ready, 0, self._cfg) if ready else None
+        self._count(calls, decode is not None)
+        if not calls and decode is None:
+            return None
+        return Plan(prefills=tuple(calls), decode=decode)
 
     def apply(self, results: Results) -> list[tuple[int, Chunk]]:
         """Takes in what a round sampled; chunks by job number.
 
-        Rows of jobs that ended since are dropped. Raises FloatingPointError if a log-prob
-        is not a number: the weights are broken.
+        Rows of stays that are over are dropped. Raises FloatingPointError if a log-prob is not a
+        number: the weights are broken.
         """
-        plan = results.plan
-        first = {
-            slot: _row(of, row, job)
-            for rows, of in zip(plan.admitted, results.firsts, strict=True)
-            for row, (slot, job) in enumerate(rows)
-        }
+        read_prefills(results, self._cfg.page)
+        decode, block = results.plan.decode, results.block
+        if decode is None or block is None:
+            return []
         chunks = []
-        for slot, job in enumerate(plan.owners):
-            if job is None or self._owners[slot] is not job:
+        for slot, stay in enumerate(decode.owners):
+            if stay is None or stay.over:
                 continue
-            parts = [first[slot]] if slot in first else []
-            if results.block is not None:
-                parts.append(Sampled(*(x if x is None else x[:, slot] for x in results.block)))
-            sampled = np.concatenate([part.packet for part in parts])
-            sampled = sampled[sampled[:, STATUS] != IDLE]
-            if len(sampled):
-                fed = [part.routes for part in parts if part.routes is not None]
-                chunks.append((job.number, self._chunk(slot, job, sampled, fed, results)))
+            stay.least -= decode.shape.steps
+            stay.most -= decode.shape.steps * (1 + decode.shape.drafts)
+            chunk = self._read(stay, *sampled_by(block, slot), results)
+            if chunk is not None:
+                chunks.append((stay.job.number, chunk))
         return chunks
 
-    def _chunk(
-        self, slot: int, job: Job, sampled: np.ndarray, fed: list[np.ndarray], results: Results
-    ) -> Chunk:
-        """`fed` has the routes of the tokens fed, of a prompt whole, then of one for each token
-        sampled from it."""
-        stop_text, finish = None, None
-        status = sampled[-1, STATUS]
-        if job.stop is not None:
-            found = job.stop.feed(sampled[:, TOKEN].tolist())
-            if found is not None:
-                sampled, stop_text = sampled[: found[0]], found[1]
-            elif status != GOES_ON:
-                stop_text = job.stop.flush()
-        if stop_text is not None or status == STOPPED:
-            finish = Finish.STOP
-        elif status == EXHAUSTED:
-            finish = Finish.LENGTH
-        logprobs = np.ascontiguousarray(sampled[:, LOGP]).view(np.float32)
-        if not np.isfinite(logprobs).all():
-            raise FloatingPointError(f"weights of version {results.version} gave {logprobs=}")
-        self.counts["sampled"] += len(sampled)
-        fresh, job.fresh = job.fresh, False
-        if finish is not None:
-            self._end(slot, finish)
-        return Chunk(
-            ids=np.ascontiguousarray(sampled[:, TOKEN]),
-            logprobs=logprobs,
-            versions=np.full(len(sampled), results.version, np.int32),
-            finish=finish,
-            stop_text=stop_text,
-            queue_seconds=results.began - job.submitted if fresh else 0.0,
-            routes=_fed(fed, len(sampled) + (len(job.row.prompt) - 1 if fresh else 0)),
-        )
+    def audit(self) -> None:
+        """Raises AssertionError unless every page and slot has one place."""
+        self.memory.audit(self._stays.values())
+        seated = {stay.job.number for stay in self._seats if stay is not None}
+        assert seated == {*self._stays}, f"{seated=} but {[*self._stays]} run"
 
-    def _end(self, slot: int, finish: Finish) -> None:
-        job = self._owners[slot]
-        assert job is not None, f"slot {slot} is free"
-        self._owners[slot] = None
-        del self._slots[job.number]
-        self._free.append(slot)
+    def _read(
+        self, stay: Stay, packet: np.ndarray, fed: np.ndarray | None, results: Results
+    ) -> Chunk | None:
+        if not len(packet):
+            return None
+        page, job = self._cfg.page, stay.job
+        chunk = chunk_of(stay, packet, fed, results, page)
+        self.counts["sampled"] += len(chunk.ids)
+        if not self._cfg.deterministic:  # where a decode step's bits are not those of a prefill
+            for number, node in self.memory.publish(stay, job.length - 1):
+                node.routes = routes_of(job, number, page)
+        if chunk.finish is not None:
+            self._end(job, chunk.finish)
+        return chunk
+
+    def _admit(self) -> None:
+        """Gives slots and pages to waiting jobs, first come first served."""
+        looked = [*self._waiting.values()][: AHEAD * self._cfg.slots] if self.admitting else ()
+        for job in looked:
+            if len(self._stays) == self._cfg.slots:
+                break
+            if self.memory.awaits(job):
+                continue
+            stay = self.memory.open(job, self._reserve())
+            if stay is None:
+                break
+            del self._waiting[job.number]
+            mates = self._beginnings[self._beginning(job)] > 1
+            stay.slot = place(stay, self._seats, self._bundle, mates)
+            self._seats[stay.slot], self._stays[job.number] = stay, stay
+            if job.silent:
+                job.cached = min(stay.filled, job.prompt)
+            self.counts["cached_tokens"] += stay.filled
+            self.counts["admitted_tokens"] += stay.target
+
+    def _reserve(self) -> int:
+        """Pages to leave for what the running jobs will need next."""
+        return len(self._stays) * -(-window(self._cfg) // self._cfg.page)
+
+    def _grow(self) -> None:
+        """Pages for the next tokens of all that are sampled, oldest first; while there are too
+        few, the youngest has to go."""
+        for stay in sorted(self._stays.values(), key=lambda stay: stay.job.number):
+            while not stay.over and stay.ready:
+                if self.memory.grow(stay, reach(stay, self._cfg)):
+                    break
+                youngest = max(self._stays)
+                self._retract(self._stays[youngest])
+                self.counts["preemptions"] += 1
+
+    def _retract(self, stay: Stay) -> None:
+        self._leave(stay)
+        self._waiting[stay.job.number] = stay.job
+        self._waiting.move_to_end(stay.job.number, last=False)
+
+    def _leave(self, stay: Stay) -> None:
+        self.memory.close(stay)
+        self._seats[stay.slot] = None
+        del self._stays[stay.job.number]
+
+    def _end(self, job: Job, finish: Finish) -> None:
+        if job.number in self._stays:
+            self._leave(self._stays[job.number])
+        else:
+            del self._waiting[job.number]
+        beginning = self._beginning(job)
+        self._beginnings[beginning] -= 1
+        if not self._beginnings[beginning]:
+            del self._beginnings[beginning]
         self.counts[finish] += 1
 
-    def _ask(self) -> None:
-        for job in self._owners:
-            if job is not None:
-                job.asked += self._cfg.decode_steps
+    @property
+    def _bundle(self) -> int:
+        return 1 if self._cfg.deterministic else self._cfg.bundle
 
-    def _bucket(self, job: Job) -> int:
-        return next(size for size in self._buckets if size >= len(job.row.prompt))
+    def _beginning(self, job: Job) -> bytes:
+        """What jobs that may share pages have in common; that of one alone if it can share none."""
+        page = self._cfg.page
+        full = self._cfg.prefix_cache and job.prompt > page
+        return job.tokens[:page].tobytes() if full else b"%d" % job.number
 
-    def _split(self, rows: Sequence[tuple[int, Job]]) -> Iterator[tuple[tuple[int, Job], ...]]:
-        for start in range(0, len(rows), self._cfg.prefill_rows):
-            yield tuple(rows[start : start + self._cfg.prefill_rows])
+    def _prefills(self) -> int:
+        ready = sum(stay.ready for stay in self._stays.values())
+        return max(1, PREFILLS * (self._cfg.slots - ready) // self._cfg.slots)
 
-    def _count(self, calls: Sequence[tuple[int, Sequence[tuple[int, Job]]]], decode: bool) -> None:
+    def _count(self, calls: list[Prefill], decode: bool) -> None:
         self.counts["prefill_calls"] += len(calls)
-        self.counts["prefill_tokens"] += sum(len(j.row.prompt) for _, r in calls for _, j in r)
+        self.counts["prefill_tokens"] += sum(part.length for c in calls for part in c.parts)
         if decode:
             self.counts["decode_calls"] += 1
             self.counts["slot_rounds"] += self._cfg.slots
             self.counts["busy_slot_rounds"] += self.running
-
-
-def _row(of: Sampled, row: int, job: Job) -> Sampled:
-    """What a prefill call gives one of its prompts, as a block of one step does."""
-    routes = None if of.routes is None else of.routes[row, : len(job.row.prompt)]
-    return Sampled(of.packet[row][None], routes)
-
-
-def _fed(routes: list[np.ndarray], count: int) -> np.ndarray | None:
-    """The routes of the first `count` tokens fed; None where none are recorded."""
-    return np.concatenate(routes)[:count] if routes else None

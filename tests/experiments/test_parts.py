@@ -47,7 +47,7 @@ CFG = TrainConfig(
     attention="reference",
     checkpoint_every=1,
     warm=WarmConfig(steps=90, batch=16, gate=0.0),
-    rollout=RolloutConfig(slots=16, context=64, prefill_rows=4, decode_steps=4),
+    rollout=RolloutConfig(slots=16, context=64, decode_steps=4),
     sched=SchedConfig(group=5, batch=2, in_flight=2, window=0, synchronous=True),
     pack=PackConfig(bucket_ratio=2.0),
     eval=EvalConfig(episodes=4, concurrency=4),

@@ -35,7 +35,6 @@ TINY = (
     "sched.in_flight=4",
     "sched.window=2",
     "rollout.slots=16",
-    "rollout.prefill_rows=4",
     "checkpoint_every=1",
 )
 SYNCHRONOUS = (*TINY, "sched.synchronous=true", "sched.in_flight=2", "sched.window=0")

@@ -82,7 +82,7 @@ def padded(ids: list[int]) -> np.ndarray:
 
 def answers(model: LoadedModel, prompts: list[list[int]], tokens: int) -> list[list[int]]:
     """Greedy completions of the engine, all at once."""
-    sizes = RolloutConfig(slots=2, context=LENGTH, prefill_rows=2, decode_steps=4)
+    sizes = RolloutConfig(slots=2, context=LENGTH, decode_steps=4)
 
     async def ask() -> list[list[int]]:
         with ThreadPoolExecutor(1) as device:

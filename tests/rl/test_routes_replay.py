@@ -30,7 +30,7 @@ from forge_jax.sched.pack import micro_batches
 from forge_jax.sharding import make_mesh, shardings
 from forge_jax.types import NO_ROUTE, Episode, Outcome, PackedTree, Sample, Status, Task, Turn
 
-ROLLOUT = RolloutConfig(slots=4, context=64, prefill_rows=2, decode_steps=3, routes=True)
+ROLLOUT = RolloutConfig(slots=4, context=64, decode_steps=3, routes=True)
 CALLS, EPISODES = 3, 3
 
 
@@ -115,10 +115,13 @@ def test_the_engine_records_what_its_router_chose(model, episodes) -> None:
             np.testing.assert_array_equal(np.sort(turn.routes[:-1]), np.sort(want))
 
 
-def test_a_request_gets_the_same_bits_whatever_runs_beside_it(talks) -> None:
+def test_a_request_gets_the_same_whatever_runs_beside_it(talks) -> None:
+    """And whatever is cached, which all of the second time is."""
     for turn, alone in zip(talks[0], talks[-1], strict=True):
-        for name in ("prompt", "output", "logprobs", "routes"):
+        for name in ("prompt", "output"):
             np.testing.assert_array_equal(getattr(turn, name), getattr(alone, name))
+        np.testing.assert_allclose(turn.logprobs, alone.logprobs, atol=1e-5)
+        np.testing.assert_array_equal(np.sort(turn.routes), np.sort(alone.routes))
 
 
 @pytest.mark.slow

@@ -35,8 +35,8 @@ SMALL = ModelConfig(
     max_context=256,
     init_std=0.3,
 )
-WIDE = RolloutConfig(slots=32, context=32, prefill_rows=8, decode_steps=4)
-NARROW = RolloutConfig(slots=3, context=16, prefill_rows=2, decode_steps=3)
+WIDE = RolloutConfig(slots=32, context=32, page=8, chunk=32, decode_steps=4)
+NARROW = RolloutConfig(slots=3, context=16, page=4, chunk=8, decode_steps=3)
 PATIENCE = 120.0  # seconds after which a test has hung, compilation included
 BYTES = ByteTokenizer()
 

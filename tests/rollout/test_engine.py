@@ -1,6 +1,7 @@
 """Laws of one request: what it gets depends on itself alone and is what the model says."""
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
@@ -36,12 +37,15 @@ def test_logprobs_are_those_of_the_whole_sequence_read_at_once(temperature: floa
     asyncio.run(run())
 
 
-def test_a_request_gets_the_same_bits_alone_and_among_31_others() -> None:
-    """Whatever the slot, the row of the prefill, the neighbours and their number."""
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_request_gets_the_same_alone_and_among_31_others(deterministic: bool) -> None:
+    """Whatever the slot, the row of the prefill, the neighbours and their number: the same bits
+    in deterministic mode, else the same but for rounding."""
     request = ask(prompt(0, 9), seed=11, max_tokens=20)
+    shapes = dataclasses.replace(WIDE, deterministic=deterministic)
 
     async def run() -> None:
-        async with served() as engine:
+        async with served(shapes) as engine:
             alone = await complete(engine, request)
             for before in (0, 5, 18, 31):
                 mates = [
@@ -51,7 +55,8 @@ def test_a_request_gets_the_same_bits_alone_and_among_31_others() -> None:
                 group = [*mates[:before], request, *mates[before:]]
                 done = await asyncio.gather(*(complete(engine, r) for r in group))
                 assert done[before].ids == alone.ids
-                np.testing.assert_array_equal(done[before].logprobs, alone.logprobs)
+                difference = np.abs(done[before].logprobs - alone.logprobs).max()
+                assert difference <= (0 if deterministic else 1e-5)
 
     asyncio.run(run())
 
@@ -143,7 +148,7 @@ def test_a_stop_string_keeps_the_token_that_completes_it_and_nothing_after(place
             end = -(-(text.index(stop) + len(stop)) // 3)
             assert out.ids == free.ids[:end]
             assert (out.finish, out.stop_text) == (Finish.STOP, stop)
-            np.testing.assert_array_equal(out.logprobs, free.logprobs[:end])
+            np.testing.assert_allclose(out.logprobs, free.logprobs[:end], atol=1e-5)
 
     asyncio.run(run())
 

@@ -1,7 +1,6 @@
 """Laws of the engine as a whole: every request ends once, whatever happens around it."""
 
 import asyncio
-import dataclasses
 import random
 from collections import Counter
 from contextlib import aclosing, suppress
@@ -30,10 +29,10 @@ from small_engine import (
 from forge_jax.config import RolloutConfig
 from forge_jax.models.layout import layout
 from forge_jax.rollout import programs
-from forge_jax.rollout.cache import cache_sharding
+from forge_jax.rollout.cache import pool_sharding
 from forge_jax.rollout.engine import RolloutEngine
 from forge_jax.rollout.scheduler import Scheduler
-from forge_jax.sharding import PLACES, make_mesh, shardings
+from forge_jax.sharding import make_mesh, shardings
 from forge_jax.types import Finish, Refused
 
 
@@ -90,7 +89,9 @@ def test_nothing_compiles_after_the_warm_up() -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(event)
 
-    shapes = RolloutConfig(slots=2, context=20, prefill_rows=1, decode_steps=2)  # of this test only
+    shapes = RolloutConfig(
+        slots=2, context=20, page=4, chunk=8, decode_steps=2
+    )  # of this test only
 
     async def run() -> None:
         async with idle_engine(shapes) as engine:
@@ -168,15 +169,13 @@ def test_weights_that_do_not_fit_are_refused_and_the_engine_goes_on() -> None:
     asyncio.run(run())
 
 
-def test_sharded_weights_and_slots_give_the_same_logprobs() -> None:
+def test_sharded_weights_and_pages_give_the_same_logprobs() -> None:
     mesh = make_mesh(fsdp=2, tensor=2)
     cut = jax.device_put(weights(), shardings(layout(SMALL), mesh))
-    even = dataclasses.replace(NARROW, slots=4)
-    places = [cache_sharding(cut["embed"].sharding, SMALL, n).spec[0] for n in (3, even.slots)]
-    assert places == [None, PLACES], "over two places, where they divide the slots"
+    assert pool_sharding(cut["embed"].sharding, SMALL).spec == jax.P(None, "tensor")
 
     async def run() -> None:
-        async with served(even, params=cut) as engine:
+        async with served(NARROW, params=cut) as engine:
             for version in (1, 2):
                 out = await complete(engine, ask(prompt(0, 5), seed=1))
                 want = teacher_logprobs(weights(), prompt(0, 5), out.ids, 1.0)

@@ -1,0 +1,132 @@
+"""Device calls for running requests.
+
+Stays flow in, packed calls flow out, and the stays note what was asked for them. Invariant: a
+row's table has the pages of its own sequence in order, and room for all that the call may write.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+from forge_jax.config import RolloutConfig
+from forge_jax.rollout.jobs import Stay
+from forge_jax.rollout.packets import (
+    DecodeRow,
+    DecodeShape,
+    PrefillShape,
+    Span,
+    decode_shapes,
+    fit,
+    pack_decode,
+    pack_prefill,
+    prefill_shapes,
+)
+from forge_jax.rollout.placement import common
+from forge_jax.rollout.plans import Decode, Part, Prefill
+from forge_jax.rollout.prefix import Node
+
+# Puts what is computed of the first n tokens of a stay where others find it.
+Publish = Callable[[Stay, int], list[tuple[int, Node]]]
+
+
+def plan_prefill(stays: Sequence[Stay], publish: Publish, cfg: RolloutConfig) -> Prefill | None:
+    """The next call that computes prompts, of `stays` in the order that they are to be served.
+
+    What the first of them needs decides how many tokens a row has; rows go to those who need as
+    many, then to others, for some of theirs.
+    """
+    unfilled = [stay for stay in stays if stay.filled < stay.target]
+    if not unfilled:
+        return None
+    sizes = _prefill_sizes(cfg, "tokens")
+
+    def tokens_of(stay: Stay) -> int:
+        return fit(min(stay.target - stay.filled, sizes[-1]), sizes)
+
+    tokens = tokens_of(unfilled[0])
+    unfilled.sort(key=lambda stay: tokens_of(stay) != tokens)
+    chosen = unfilled[: cfg.chunk // tokens]
+    lengths = [min(tokens, stay.target - stay.filled) for stay in chosen]
+    spans = [
+        Span(
+            slot=stay.slot,
+            start=stay.filled,
+            tokens=stay.job.tokens[stay.filled : stay.filled + length],
+            table=stay.table,
+        )
+        for stay, length in zip(chosen, lengths, strict=True)
+    ]
+    pages = max(-(-(span.start + len(span.tokens)) // cfg.page) for span in spans)
+    shape = PrefillShape(tokens=tokens, pages=fit(pages, _prefill_sizes(cfg, "pages")))
+    packet = pack_prefill(spans, shape, cfg)
+    parts = []
+    for stay, length in zip(chosen, lengths, strict=True):
+        start, stay.filled = stay.filled, stay.filled + length
+        published = tuple(publish(stay, stay.filled))
+        parts.append(Part(stay=stay, start=start, length=length, published=published))
+    return Prefill(shape=shape, packet=packet, parts=tuple(parts))
+
+
+@cache
+def _prefill_sizes(cfg: RolloutConfig, name: str) -> tuple[int, ...]:
+    """What one field of a prefill call's shape can be, ascending."""
+    return tuple(sorted({vars(shape)[name] for shape in prefill_shapes(cfg)}))
+
+
+@cache
+def _decode_sizes(cfg: RolloutConfig, name: str) -> tuple[int, ...]:
+    """What one field of a decode call's shape can be, ascending."""
+    return tuple(sorted({vars(shape)[name] for shape in decode_shapes(cfg)}))
+
+
+def window(cfg: RolloutConfig) -> int:
+    """Tokens that a decode call samples of a row at most."""
+    return cfg.decode_steps * (1 + max(cfg.depths))
+
+
+def reach(stay: Stay, cfg: RolloutConfig) -> int:
+    """Tokens of a stay's sequence that its next decode call may know, feed or write over."""
+    return min(stay.job.length + stay.most + window(cfg), stay.job.total)
+
+
+def plan_decode(stays: Sequence[Stay], drafts: int, cfg: RolloutConfig) -> Decode:
+    """A call that samples in all of `stays`, with `drafts` tokens guessed before each step."""
+    owners: list[Stay | None] = [None] * cfg.slots
+    for stay in stays:
+        owners[stay.slot] = stay
+    rows = fit(max(stay.slot for stay in stays) + 1, _decode_sizes(cfg, "rows"))
+    counts = _shared(owners[:rows], cfg)
+    own = max(-(-reach(stay, cfg) // cfg.page) - counts[stay.slot // cfg.bundle] for stay in stays)
+    shape = DecodeShape(
+        rows=rows,
+        shared=fit(max(counts), _decode_sizes(cfg, "shared")),
+        own=fit(own, _decode_sizes(cfg, "own")),
+        steps=cfg.decode_steps,
+        drafts=drafts,
+    )
+    bundles: list[list[int]] = [[] for _ in counts]
+    packed = []
+    for stay in stays:
+        bundle = stay.slot // cfg.bundle
+        table, count = stay.table, counts[bundle]
+        bundles[bundle] = table[:count]
+        packed.append(_row(stay, table[count : count + shape.own]))
+        stay.on_device = True
+        stay.least += cfg.decode_steps
+        stay.most += cfg.decode_steps * (1 + drafts)
+    packet = pack_decode(packed, bundles, shape, cfg)
+    return Decode(shape=shape, packet=packet, owners=tuple(owners[:rows]))
+
+
+def _row(stay: Stay, table: Sequence[int]) -> DecodeRow:
+    fresh = None if stay.on_device else stay.job.row()
+    return DecodeRow(slot=stay.slot, position=stay.job.length - 1, fresh=fresh, table=table)
+
+
+def _shared(owners: Sequence[Stay | None], cfg: RolloutConfig) -> list[int]:
+    """Pages that every bundle reads once for its rows; none if that saves nothing anywhere."""
+    counts, saves = [], False
+    for first in range(0, len(owners), cfg.bundle):
+        stays = [stay for stay in owners[first : first + cfg.bundle] if stay is not None]
+        counts.append(common(stays) if stays else 0)
+        saves |= len(stays) > 1 and counts[-1] > 0
+    return counts if saves and not cfg.deterministic else [0] * len(counts)
