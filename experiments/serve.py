@@ -20,16 +20,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from experiments.command import command
+from experiments.watch import WatchConfig, watched
 from forge_jax.config import MeshConfig, RolloutConfig, UserError, check, load
 from forge_jax.gateway.config import GatewayConfig
 from forge_jax.gateway.gateway import Gateway
 from forge_jax.models.chat import Chat, built_in
 from forge_jax.models.tokenizer import ByteTokenizer
+from forge_jax.rollout.observe.exposition import Stats
 from forge_jax.rollout.script import read_script
 from forge_jax.rollout.scripted import ScriptedEngine
 from forge_jax.types import Engine
 
 ENGINES = ("real", "scripted")
+Opened = tuple[Engine, Stats, Chat, str]  # with the name of the model
 DEFAULT_CONTEXT = 2048  # tokens, where the model allows more and nobody asks
 
 
@@ -80,6 +83,7 @@ class Config:
     rollout: Sizes = field(default_factory=Sizes)
     mesh: MeshConfig = field(default_factory=MeshConfig)  # that the real engine runs on
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
 
     def __post_init__(self) -> None:
         check(self.engine in ENGINES, f"engine={self.engine!r} must be one of {ENGINES}")
@@ -119,18 +123,24 @@ async def answer(cfg: Config) -> None:
     """Tells when it can answer, and answers until it is cancelled."""
     opened = scripted_engine(cfg) if cfg.engine == "scripted" else real_engine(cfg)
     with admin_key(cfg.admin_key) as (key, file):
-        async with opened as (engine, chat, name):
-            gateway = Gateway(engine, chat, name, key, cfg.gateway)
-            async with gateway.running(cfg.host, cfg.port) as url:
-                ready = {"url": url, "model": name, "ready": True}
-                if file is not None:
-                    ready["admin_key_file"] = file
-                print(json.dumps(ready), flush=True)
-                await asyncio.Event().wait()
+        async with opened as (made, stats, chat, name):
+            with watched(cfg.watch, made, stats, name) as (engine, exposition):
+                gateway = Gateway(engine, chat, name, key, cfg.gateway, exposition)
+                await answer_through(gateway, cfg, name, file)
+
+
+async def answer_through(gateway: Gateway, cfg: Config, name: str, file: str | None) -> None:
+    """Prints the ready line, and answers until it is cancelled."""
+    async with gateway.running(cfg.host, cfg.port) as url:
+        ready = {"url": url, "model": name, "ready": True}
+        if file is not None:
+            ready["admin_key_file"] = file
+        print(json.dumps(ready), flush=True)
+        await asyncio.Event().wait()
 
 
 @asynccontextmanager
-async def scripted_engine(cfg: Config) -> AsyncIterator[tuple[Engine, Chat, str]]:
+async def scripted_engine(cfg: Config) -> AsyncIterator[Opened]:
     """An engine that answers from a script, in the chat format of `model` if there is one."""
     if cfg.model is None:
         chat, name = Chat(tokenizer=ByteTokenizer(), format=built_in("chatml")), "scripted"
@@ -141,11 +151,12 @@ async def scripted_engine(cfg: Config) -> AsyncIterator[tuple[Engine, Chat, str]
         chat, name = model.chat, model.name
     assert cfg.script is not None
     rules = read_script(cfg.script)
-    yield ScriptedEngine(rules, chat.tokenizer, stop_id=chat.stop_ids[0]), chat, name
+    engine = ScriptedEngine(rules, chat.tokenizer, stop_id=chat.stop_ids[0])
+    yield engine, dict, chat, name
 
 
 @asynccontextmanager
-async def real_engine(cfg: Config) -> AsyncIterator[tuple[Engine, Chat, str]]:
+async def real_engine(cfg: Config) -> AsyncIterator[Opened]:
     """A compiled rollout engine on the model; its fault ends the block."""
     from experiments.models import resolve
     from forge_jax.rollout.engine import RolloutEngine
@@ -172,7 +183,7 @@ async def real_engine(cfg: Config) -> AsyncIterator[tuple[Engine, Chat, str]]:
         await engine.warm_up()
         async with asyncio.TaskGroup() as group:
             running = group.create_task(engine.serve())
-            yield engine, model.chat, model.name
+            yield engine, engine.stats, model.chat, model.name
             running.cancel()
 
 

@@ -11,35 +11,19 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from forge_jax.drawing import CLOSED as CLOSED
+from forge_jax.drawing import LOST as LOST
+from forge_jax.drawing import OPEN as OPEN
+from forge_jax.drawing import Grammar as Grammar
+from forge_jax.drawing import Sampling as Sampling
+from forge_jax.drawing import Support as Support
+
 NO_ROUTE = -1  # in place of an expert: none was recorded, the router chooses
 
 
 def route_dtype(experts: int) -> np.dtype:
     """The smallest dtype that holds every expert and `NO_ROUTE`."""
     return np.dtype(np.int8 if experts <= 128 else np.int16)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How one completion is drawn.
-
-    Token at position p of the sequence is drawn with the randomness of
-    (seed, choice, p) alone, so it does not depend on what runs beside it.
-    """
-
-    temperature: float = 1.0  # 0 is greedy; log-probs are of softmax(logits / temperature)
-    max_tokens: int | None = None  # None: up to the engine's context
-    seed: int | None = None  # None: the engine draws one
-    choice: int = 0  # number of this completion among the n of one request
-    stop: tuple[str, ...] = ()  # stop strings; the text is cut before the first
-    stop_ids: tuple[int, ...] = ()  # token ids that end the completion, kept as its last token
-    ignore_eos: bool = False  # True: stop_ids do not end the completion
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature} must be a number >= 0")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +64,9 @@ class Chunk:
     """
 
     ids: np.ndarray  # i32[n]
-    logprobs: np.ndarray  # f32[n], under the request's temperature (0 temperature: of argmax, 0)
+    # f32[n], of the distribution that was sampled: of all that its settings make of the logits
+    # (temperature 0: of argmax, 0).
+    logprobs: np.ndarray
     versions: np.ndarray  # i32[n], version of the weights that sampled each token
     finish: Finish | None = None
     stop_text: str | None = None
@@ -89,6 +75,13 @@ class Chunk:
     # int[m, layers, k], the experts of the tokens fed since the last chunk: the prompt's on the
     # first one, then those of the sampled tokens, each once it is fed. None: not recorded.
     routes: np.ndarray | None = None
+    raw: np.ndarray | None = None  # f32[n], log-probs under softmax(logits); None: not told
+    top_ids: np.ndarray | None = None  # i32[n, top_logprobs], likeliest first; None: not asked for
+    top_logprobs: np.ndarray | None = None  # f32[n, top_logprobs], of `top_ids`, as `logprobs` are
+    # f32[P] under softmax(logits), NaN at the first token, which has no context; on the first
+    # chunk. None: not asked for.
+    prompt_logprobs: np.ndarray | None = None
+    support: Support | None = None  # of each token; None: logits over temperature, all of them
 
 
 class Refused(Exception):
@@ -134,6 +127,7 @@ class Turn:
     queue_seconds: float  # of those, waiting for the engine
     # int[P + C, layers, k], the experts that the engine used, `NO_ROUTE` at tokens never fed.
     routes: np.ndarray | None = None  # None: not recorded
+    support: Support | None = None  # of each output token, as in `Chunk`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +191,8 @@ class Sample:
     # int[T, layers, k], experts to replay, `NO_ROUTE` where the router is to choose. None: there
     # everywhere.
     routes: np.ndarray | None = None
+    # Of each token; those that are trained are not LOST. None: softmax(logits / temperature).
+    support: Support | None = None
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
@@ -206,6 +202,11 @@ class Sample:
             values = getattr(self, name)
             if values is not None and len(values) != n:
                 raise ValueError(f"{name} has {len(values)} entries, tokens {n}")
+        if self.support is not None:
+            if len(self.support.kind) != n:
+                raise ValueError(f"support has {len(self.support.kind)} entries, tokens {n}")
+            if np.any(self.support.kind[self.mask.astype(bool)] == LOST):
+                raise ValueError("a token whose support is lost cannot be trained")
         if self.mask[0]:
             raise ValueError("the first token of a sample has no context and cannot be trained")
 
@@ -224,6 +225,7 @@ class PackedTree:
     exit: np.ndarray  # i32[N], index past the subtree
     edge_token: np.ndarray  # i32[E], child token of each loss-bearing edge (never a root)
     edge_temperature: np.ndarray  # f32[E], sampling temperature of the edge, > 0
+    edge_support: Support | None  # [E], OPEN without ids at padding; None: of no edge
     occurrence_edge: np.ndarray  # i32[M]
     occurrence_sample: np.ndarray  # i32[M], index into the samples merged; 0 at padding
     old_logp: np.ndarray  # f32[M]

@@ -110,6 +110,7 @@ def path(tokens: int, model: ModelConfig) -> PackedTree:
         parent=np.maximum(place - 1, 0),
         exit=np.full(tokens, tokens, np.int32),
         edge_token=place[1:],
+        edge_support=None,
         edge_temperature=ones,
         occurrence_edge=place[:-1],
         occurrence_sample=np.zeros(edges, np.int32),

@@ -5,8 +5,13 @@ that parts of one context can be attended to apart and merged. Invariant: what l
 last position that a query sees does not touch its output.
 """
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from forge_jax.attention.kernels import mosaic_tpu_paged
 
 
 def paged_attention(
@@ -17,12 +22,22 @@ def paged_attention(
     last: Int[Array, "B T"],
     *,
     scale: float,
+    implementation: str = "xla",
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """Each row over the pages of its own table, see `gathered_attention`.
 
-    Position p of a row is place ``p % page`` of page ``table[p // page]``.
+    Position p of a row is place ``p % page`` of page ``table[p // page]``. "xla" gathers the
+    pages; "pallas" is the kernel for TPU, which reads them where they are, and which other
+    devices only interpret. Raises ValueError on an unknown implementation.
     """
-    return gathered_attention(q, view(keys, table), view(values, table), last, scale=scale)
+    if implementation == "xla":
+        return gathered_attention(q, view(keys, table), view(values, table), last, scale=scale)
+    if implementation != "pallas":
+        raise ValueError(f"{implementation=} must be xla or pallas")
+    kernel = partial(mosaic_tpu_paged.attention, scale=scale)
+    return jax.lax.platform_dependent(
+        q, keys, values, table, last, tpu=kernel, default=partial(kernel, interpret=True)
+    )
 
 
 def view(pages: Float[Array, "P K page D"], table: Int[Array, "B C"]) -> Float[Array, "B K S D"]:

@@ -5,7 +5,7 @@ model was fed or sampled is in the turns of its session, exactly as it was.
 """
 
 import hmac
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -38,8 +38,12 @@ class Gateway:
         model_name: str,
         admin_key: str,
         config: GatewayConfig = GatewayConfig(),  # noqa: B008  (frozen)
+        exposition: Callable[[], str] | None = None,
     ):
-        """`admin_key` opens the records of sessions over HTTP."""
+        """`admin_key` opens the records of sessions over HTTP. What `exposition` gives, in
+        Prometheus' text format, is told by /metrics beside the gateway's own counters.
+        """
+        self._exposition = exposition
         self._admin_key = admin_key
         self._config = config
         self._sessions = Sessions(chat, config.keep_tokens)
@@ -109,6 +113,8 @@ class Gateway:
 
     async def _metrics(self, request: Request) -> Response:
         text = self._core.metrics.text(len(self._sessions))
+        if self._exposition is not None:
+            text += self._exposition()
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def _session(self, request: Request) -> Response:

@@ -42,6 +42,7 @@ from forge_jax.rl.forward import (
 )
 from forge_jax.rl.losses import Metrics
 from forge_jax.rl.prefetch import prefetch
+from forge_jax.rl.supports import to_device
 from forge_jax.sched.blocks import Block, Blocks, block, lay_out, trunk_block
 from forge_jax.sched.ladder import bucket
 from forge_jax.sharding import WORK
@@ -132,6 +133,7 @@ def to_ready(one: Block, cfg: StepConfig) -> Ready:
         source=one.source,
         label=one.label,
         temperature=one.temperature,
+        support=to_device(one.support),
         occurrence_edge=one.occurrence_edge,
         old_logp=one.old_logp,
         advantage=one.advantage,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from forge_jax.drawing import LOST, joined, nothing_of
 from forge_jax.types import Episode, Finish, Sample, Turn
 
 # Rewards of a group closer than this are equal: the group says nothing.
@@ -71,13 +72,19 @@ def continued(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def turn_sample(turn: Turn, advantage: float) -> Sample:
-    """One call as a sample: the prompt as it was fed, then the sampled tokens, trained."""
+    """One call as a sample: the prompt as it was fed, then the sampled tokens, trained but for
+    those whose support is lost: what they were drawn from cannot be made again."""
     off = np.zeros(len(turn.prompt), np.float32)
+    support, trained = turn.support, np.ones(len(turn.output), bool)
+    if support is not None:
+        trained = support.kind != LOST
+        support = joined([nothing_of(len(off), support.ids.shape[1]), support])
     return Sample(
         tokens=np.concatenate([turn.prompt, turn.output]).astype(np.int32),
-        mask=np.concatenate([off > 0, np.ones(len(turn.output), bool)]),
-        old_logp=np.concatenate([off, turn.logprobs.astype(np.float32)]),
-        advantage=np.concatenate([off, np.full(len(turn.output), advantage, np.float32)]),
+        mask=np.concatenate([off > 0, trained]),
+        old_logp=np.concatenate([off, np.where(trained, turn.logprobs, 0).astype(np.float32)]),
+        advantage=np.concatenate([off, np.where(trained, advantage, 0).astype(np.float32)]),
         temperature=turn.temperature,
         routes=turn.routes,
+        support=support,
     )

@@ -27,6 +27,7 @@ from forge_jax.models.transformer import Attend, Ready
 from forge_jax.rl import balance, mtp, ranks
 from forge_jax.rl.logprob import CHUNK_LOGITS, DEVICE_LOGITS, cut_edge_logprob
 from forge_jax.rl.losses import Loss, Metrics, cispo, measure
+from forge_jax.rl.supports import Supports, to_device
 from forge_jax.sched.ladder import bucket
 from forge_jax.trees import Mean, pytree
 from forge_jax.types import PackedTree
@@ -61,6 +62,7 @@ class Batch:
     source: jax.Array | np.ndarray  # i32[E], token whose hidden state predicts the edge
     label: jax.Array | np.ndarray  # i32[E], id that it predicts
     temperature: jax.Array | np.ndarray  # f32[E]
+    support: Supports | None  # of the edges; None: of none
     occurrence_edge: jax.Array | np.ndarray  # i32[M]
     old_logp: jax.Array | np.ndarray  # f32[M]
     advantage: jax.Array | np.ndarray  # f32[M]
@@ -107,6 +109,7 @@ def to_batch(tree: PackedTree, cfg: StepConfig) -> Batch:
         source=tree.parent[tree.edge_token],
         label=tree.tokens[tree.edge_token],
         temperature=tree.edge_temperature,
+        support=to_device(tree.edge_support),
         occurrence_edge=tree.occurrence_edge,
         old_logp=tree.old_logp,
         advantage=tree.advantage,
@@ -185,6 +188,7 @@ def _edges(
         jnp.asarray(batch.source),
         jnp.asarray(batch.label),
         jnp.asarray(batch.temperature),
+        support=batch.support,
         axes=ready.cut.tensor,
         vocab=cfg.model.vocab,
         logits=DEVICE_LOGITS if layout_of(cfg.attention, cfg.dtype) == "tiles" else CHUNK_LOGITS,

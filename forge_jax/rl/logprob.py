@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from forge_jax.collectives import Axes, enter
+from forge_jax.rl.supports import Supports, in_chunks, supported
 
 CHUNK_LOGITS = 1 << 21  # logits of one chunk: 8 MiB of float32, which a last-level cache holds
 DEVICE_LOGITS = 1 << 26  # ... on a TPU or GPU, which reads and sums the whole head for each chunk
@@ -46,6 +47,7 @@ def edge_logprob(
     label: Int[Array, " M"],
     temperature: Float[Array, " M"],
     *,
+    support: Supports | None = None,
     chunk: int | None = None,
     logits: int = CHUNK_LOGITS,
     axis: str | None = None,
@@ -53,10 +55,10 @@ def edge_logprob(
 ) -> tuple[Float[Array, " M"], Float[Array, " M"]]:
     """Log-prob (nats) of `label` after token `source`, and entropy, of each of M edges.
 
-    Both are of ``softmax(h[source] @ w / temperature)``, in float32 (float64 if `h` or `w`
-    is). `chunk` is the number of edges whose logits exist at once; by default as many as make
-    `logits` of them. Exact gradients reach `h` and `w`; `temperature` (> 0) is data and
-    gets none. An edge whose cotangents are 0 adds nothing to any gradient.
+    Both are of ``softmax(h[source] @ w / temperature)``, or of what `support` makes of it, in
+    float32 (float64 if `h` or `w` is). `chunk` is the number of edges whose logits exist at once; by default as many as make
+    `logits` of them. Exact gradients reach `h` and `w`; `temperature` (> 0) and `support` are data
+    and get none. An edge whose cotangents are 0 adds nothing to any gradient.
 
     With `axis`, a mesh axis of the enclosing `shard_map` and all else the same on its ranks, `w`
     is this rank's columns of the vocabulary, in order of the ranks. Only the first `vocab` of
@@ -75,6 +77,7 @@ def edge_logprob(
         jnp.pad(source, (0, missing)).reshape(-1, chunk),
         jnp.pad(label, (0, missing)).reshape(-1, chunk),
         jnp.pad(temperature, (0, missing), constant_values=1).reshape(-1, chunk),
+        None if support is None else in_chunks(support, chunk),
     )
     logp, entropy = _logprob(h, w, *jax.lax.stop_gradient(edge), axis, vocab)
     return logp.reshape(-1)[:edges], entropy.reshape(-1)[:edges]
@@ -89,6 +92,7 @@ def cut_edge_logprob(
     *,
     axes: Axes,
     vocab: int,
+    support: Supports | None = None,
     logits: int = CHUNK_LOGITS,
 ) -> tuple[Float[Array, " M"], Float[Array, " M"]]:
     """`edge_logprob` of `vocab` words cut over `axes`, at most one, of the enclosing `shard_map`.
@@ -97,9 +101,9 @@ def cut_edge_logprob(
     then takes its share, the last one padded.
     """
     if not axes:
-        return edge_logprob(h, w, source, label, temperature, logits=logits)
+        return edge_logprob(h, w, source, label, temperature, support=support, logits=logits)
     [axis] = axes
-    head = partial(edge_logprob, axis=axis, logits=logits)
+    head = partial(edge_logprob, axis=axis, support=support, logits=logits)
     if w.shape[1] == vocab:
         ranks = jax.lax.axis_size(axis)
         share = -(-vocab // ranks)
@@ -110,8 +114,8 @@ def cut_edge_logprob(
 
 
 @partial(jax.custom_vjp, nondiff_argnames=("axis", "vocab"))
-def _logprob(h, w, source, label, temperature, axis, vocab):
-    return _forward(h, w, source, label, temperature, axis, vocab)[0]
+def _logprob(h, w, source, label, temperature, support, axis, vocab):
+    return _forward(h, w, source, label, temperature, support, axis, vocab)[0]
 
 
 def _wide(h, w):
@@ -137,14 +141,14 @@ def _chosen(z, column):
     return jnp.where(inside, jnp.take_along_axis(z, at, axis=1)[:, 0], 0)
 
 
-def _forward(h, w, source, label, temperature, axis, vocab):
+def _forward(h, w, source, label, temperature, support, axis, vocab):
     first = _first(w, axis)
     words = _words(w, first)
 
     def chunk(_, edge):
-        source, label, temperature = edge
+        source, label, temperature, support = edge
         z = edge_logits(h[source], w)
-        z = z / temperature.astype(z.dtype)[:, None]
+        z = supported(z, temperature, support, first)
         if vocab is not None:
             z = jnp.where(words < vocab, z, jnp.finfo(z.dtype).min)
         top = jnp.max(z, axis=1)
@@ -157,20 +161,21 @@ def _forward(h, w, source, label, temperature, axis, vocab):
         entropy = jnp.log(total) - weighted / total
         return None, (chosen - jnp.log(total), entropy, top + jnp.log(total))
 
-    _, (logp, entropy, lse) = jax.lax.scan(chunk, None, (source, label, temperature))
-    return (logp, entropy), (h, w, source, label, temperature, entropy, lse)
+    _, (logp, entropy, lse) = jax.lax.scan(chunk, None, (source, label, temperature, support))
+    return (logp, entropy), (h, w, source, label, temperature, support, entropy, lse)
 
 
 def _backward(axis, vocab, saved, cotangent):
     h, w, *edges = saved
     wide_h, wide_w = _wide(h, w)
-    words = _words(w, _first(w, axis))
+    first = _first(w, axis)
+    words = _words(w, first)
 
     def chunk(dw, edge):
-        source, label, temperature, entropy, lse, d_logp, d_entropy = edge
+        source, label, temperature, support, entropy, lse, d_logp, d_entropy = edge
         rows = wide_h[source]
         temperature = temperature.astype(dw.dtype)
-        logp = edge_logits(h[source], w) / temperature[:, None] - lse[:, None]
+        logp = supported(edge_logits(h[source], w), temperature, support, first) - lse[:, None]
         # Padded edges have zero cotangents; a finite p times 0 is 0.
         slope = d_logp[:, None] + d_entropy[:, None] * (logp + entropy[:, None])
         dz = jnp.where(words == label[:, None], d_logp[:, None], 0) - jnp.exp(logp) * slope
@@ -183,7 +188,7 @@ def _backward(axis, vocab, saved, cotangent):
     dh = jnp.zeros_like(wide_h).at[edges[0].reshape(-1)].add(rows.reshape(-1, h.shape[1]))
     if axis:
         dh = jax.lax.psum(dh, axis)
-    return dh.astype(h.dtype), dw.astype(w.dtype), None, None, None
+    return dh.astype(h.dtype), dw.astype(w.dtype), None, None, None, None
 
 
 _logprob.defvjp(_forward, _backward)

@@ -14,9 +14,11 @@ import numpy as np
 
 from forge_jax.attention.plan import Ids, build_plans
 from forge_jax.attention.tree import layout_of
+from forge_jax.drawing import nothing_of, widened
 from forge_jax.rl.context import Shares, share
 from forge_jax.rl.costs import prior
 from forge_jax.rl.forward import TILES_GROWTH, Batch, StepConfig
+from forge_jax.rl.supports import Supports, to_device
 from forge_jax.sched.cost import sizes_of
 from forge_jax.sched.ladder import OCCURRENCES_GROWTH, bucket, fill
 from forge_jax.types import NO_ROUTE, PackedTree
@@ -78,13 +80,15 @@ def lay_out(trees: Sequence[PackedTree], ranks: int, cfg: StepConfig) -> Row:
         bucket=lambda listed: bucket(listed, smallest, TILES_GROWTH, 1),
     )
     routed = next((tree.routes for tree in trees if tree.routes is not None), None)
+    widths = [t.edge_support.ids.shape[1] for t in trees if t.edge_support is not None]
     parts = [
         _part(tree, shares, rank, edges, occurrences, routed)
+        | {"support": _support(tree, shares.edges[rank], edges, max(widths, default=0))}
         for tree, shares in zip(trees, dealt, strict=True)
         for rank in range(ranks)
     ]
     fields: dict[str, Any] = {
-        name: None if parts[0][name] is None else np.stack([part[name] for part in parts])
+        name: jax.tree.map(lambda *x: np.stack(x), *(part[name] for part in parts))
         for name in parts[0]
     }
     places = fields.pop("places")
@@ -141,6 +145,14 @@ def _part(
     }
 
 
+def _support(tree: PackedTree, edge: np.ndarray, edges: int, width: int) -> Supports | None:
+    """Of a rank's edges, as wide as any in the row; None where no micro-batch has any."""
+    if not width:
+        return None
+    own = nothing_of(len(edge), width) if tree.edge_support is None else tree.edge_support.at(edge)
+    return to_device(widened(own, width).filled(edges))
+
+
 def _routes(tree: PackedTree, like: np.ndarray) -> np.ndarray:
     """Those of `tree`, none where it is empty."""
     return np.zeros((0, *like.shape[1:]), like.dtype) if tree.routes is None else tree.routes
@@ -159,6 +171,7 @@ def _nothing() -> PackedTree:
         exit=i32,
         edge_token=i32,
         edge_temperature=f32,
+        edge_support=None,
         occurrence_edge=i32,
         occurrence_sample=i32,
         old_logp=f32,

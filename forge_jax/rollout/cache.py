@@ -7,11 +7,13 @@ before anything reads it, so what an earlier owner left in a page is never seen.
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jaxtyping import Array, Float, Int
 
 from forge_jax.attention.paged import gathered_attention, merge, paged_attention, view
@@ -154,3 +156,46 @@ def decode_attend(position: Int[Array, "B T"], tables: Tables, page: int) -> Att
         return o.astype(q.dtype), Views(shared=views.shared, own=own)  # type: ignore[arg-type]
 
     return attend
+
+
+def direct_attend(
+    position: Int[Array, "B T"], tables: Tables, page: int, mesh: Mesh | None
+) -> Attend:
+    """`decode_attend` over the pages themselves, by the kernel that reads them where they are."""
+    bundles = len(tables.pages)
+    index = position - before_own(tables, page)[:, None]
+    target = jnp.take_along_axis(tables.own, index // page, axis=1)
+
+    def attend(q: Array, k: Array, v: Array, layer: tuple[Array, Array]) -> tuple[Array, Any]:
+        rows, queries, heads, dim = q.shape
+        kernel = _over_heads(mesh, layer[0], 1 / math.sqrt(dim))
+        layer = written(layer, (k, v), target, index % page)
+        parts = [kernel(q, *layer, tables.own, index)]
+        if tables.shared.shape[1]:
+            together = q.reshape(bundles, -1, heads, dim)
+            last = (tables.pages * page - 1)[:, None]
+            last = jnp.broadcast_to(last, (bundles, together.shape[1]))
+            o, lse = kernel(together, *layer, tables.shared, last)
+            parts.append((o.reshape(q.shape), lse.reshape(rows, queries, heads)))
+        o = merge(*parts) if len(parts) > 1 else parts[0][0]
+        return o.astype(q.dtype), layer
+
+    return attend
+
+
+def _over_heads(mesh: Mesh | None, keys: Array, scale: float) -> Callable[..., Any]:
+    """The kernel; on a mesh every device runs it on its own kv heads, if they are cut, and on all
+    rows."""
+    kernel = partial(paged_attention, scale=scale, implementation="pallas")
+    if mesh is None:
+        return kernel
+    [axis] = RULES["kv_heads"]
+    cut = axis if keys.shape[1] % mesh.shape[axis] == 0 else None
+    heads, pages = jax.P(None, None, cut), jax.P(None, cut)
+    return jax.shard_map(
+        kernel,
+        mesh=mesh,
+        in_specs=(heads, pages, pages, jax.P(), jax.P()),
+        out_specs=(heads, heads),
+        check_vma=False,
+    )

@@ -24,10 +24,10 @@ from forge_jax.rollout import packets
 from forge_jax.rollout.cache import (
     Pool,
     Tables,
-    Views,
     before_own,
     closed,
     decode_attend,
+    direct_attend,
     opened,
     prefill_attend,
 )
@@ -96,7 +96,9 @@ def prefill(
 
 
 @partial(
-    jax.jit, static_argnames=("cfg", "shape", "routes", "mesh"), donate_argnames=("pool", "slots")
+    jax.jit,
+    static_argnames=("cfg", "shape", "attention", "routes", "mesh"),
+    donate_argnames=("pool", "slots"),
 )
 def decode(
     params: dict[str, Any],
@@ -106,49 +108,62 @@ def decode(
     *,
     cfg: ModelConfig,
     shape: DecodeShape,
+    attention: str = "xla",
     routes: bool = False,
     mesh: Mesh | None = None,
 ) -> tuple[Pool, Slots, Sampled]:
     """Samples up to ``steps`` times in every row of a packet of `packets.pack_decode`.
 
-    Rows that the packet has nothing in do nothing, whatever they did before.
+    Rows that the packet has nothing in do nothing, whatever they did before. With
+    ``attention="pallas"`` pages are read where they are; with "xla" they are gathered first,
+    once for all steps.
     """
     traces["decode"] += 1
     rows, tables = unpacked(packed, shape, slots, page_of(pool))
-    first = rows.position - before_own(tables, page_of(pool))
+    page, direct = page_of(pool), attention == "pallas"
+    first = rows.position - before_own(tables, page)
 
     def step(carry: tuple[Any, Slots], _: None) -> tuple[tuple[Any, Slots], Sampled]:
-        views, rows, result = decode_step(params, *carry, tables, page_of(pool), cfg, routes, mesh)
-        return (views, rows), result
+        cache, rows, result = decode_step(params, *carry, tables, page, cfg, direct, routes, mesh)
+        return (cache, rows), result
 
-    views = opened(pool, tables)
-    (views, rows), results = jax.lax.scan(step, (views, rows), length=shape.steps)
-    pool = closed(pool, views, tables, first, shape.steps * (1 + shape.drafts))
+    cache: Any = pool if direct else opened(pool, tables)
+    (cache, rows), results = jax.lax.scan(step, (cache, rows), length=shape.steps)
+    count = shape.steps * (1 + shape.drafts)
+    pool = cache if direct else closed(pool, cache, tables, first, count)
     slots = jax.tree.map(lambda old, new: old.at[: shape.rows].set(new), slots, rows)
     return pool, slots, results
 
 
 def decode_step(
     params: dict[str, Any],
-    views: tuple[Views, ...],
+    cache: Any,
     rows: Slots,
     tables: Tables,
     page: int,
     cfg: ModelConfig,
+    direct: bool = False,
     routes: bool = False,
     mesh: Mesh | None = None,
-) -> tuple[tuple[Views, ...], Slots, Sampled]:
-    """Samples one token in every active row; the row of an idle one changes nothing."""
+) -> tuple[Any, Slots, Sampled]:
+    """Samples one token in every active row; the row of an idle one changes nothing.
+
+    `cache` is the pool where attention is `direct`, else what `opened` has made of it.
+    """
     positions = rows.position[:, None]
-    attend = decode_attend(positions, tables, page)
-    h, views, routing = transformer.hidden(
-        params, rows.token[:, None], positions, attend, cfg, views, ready=_ready(mesh)
+    attend = (
+        direct_attend(positions, tables, page, mesh)
+        if direct
+        else decode_attend(positions, tables, page)
+    )
+    h, cache, routing = transformer.hidden(
+        params, rows.token[:, None], positions, attend, cfg, cache, ready=_ready(mesh)
     )
     logits = transformer.logits(params, jnp.swapaxes(h, 0, 1), cfg)  # [W, B, V]
     drafts = jnp.full((len(rows.token), 0), NO_DRAFT, jnp.int32)
     rows, packet = verified(logits, drafts, rows, _draw)
     chosen = jnp.swapaxes(_recorded(routing, cfg), 0, 1) if routes else None
-    return views, rows, Sampled(packet, chosen)
+    return cache, rows, Sampled(packet, chosen)
 
 
 def page_of(pool: Pool) -> int:

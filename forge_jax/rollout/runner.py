@@ -55,6 +55,7 @@ class Runner:
         self._layout: Any = None  # ShapeDtypeStruct with sharding of every one that is given
         self._pool: Any = None
         self._slots: Any = None
+        self._attention = rollout.attention  # of a decode step; settled where weights are known
 
     def start(self, params: Any) -> None:
         """Publishes the first weights and allocates pool and slots beside them."""
@@ -66,6 +67,9 @@ class Runner:
         where = pool_sharding(embed.sharding, self._cfg)
         self._pool = empty_pool(self._cfg, rollout.pool_pages, rollout.page, embed.dtype, where)
         self._slots = jax.device_put(programs.empty_slots(rollout.slots), replicated(where))
+        if self._attention == "auto":
+            [platform] = {device.platform for device in embed.devices()}
+            self._attention = "pallas" if platform == "tpu" else "xla"
 
     def publish(self, version: int, params: Any) -> None:
         """Copies stacked parameters to where the first ones were, and goes on with the copy.
@@ -154,6 +158,7 @@ class Runner:
             packet,
             cfg=self._cfg,
             shape=shape,
+            attention=self._attention,
             routes=self._rollout.routes,
             mesh=mesh_of(self._weights),
         )

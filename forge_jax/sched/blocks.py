@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from forge_jax.drawing import Support
 from forge_jax.sched.cut import trunk_of
 from forge_jax.sched.ladder import OCCURRENCES_GROWTH, bucket, edges_rung, fill
 from forge_jax.sched.split import grouped
@@ -40,6 +41,7 @@ class Block:
     source: np.ndarray  # i32[E], place in the block of the token that predicts the edge
     label: np.ndarray  # i32[E], id that it predicts
     temperature: np.ndarray  # f32[E]
+    support: Support | None  # [E]
     occurrence_edge: np.ndarray  # i32[M]
     old_logp: np.ndarray  # f32[M]
     advantage: np.ndarray  # f32[M]
@@ -155,6 +157,7 @@ def _padded(
         source=places(np.searchsorted(own, tree.parent[children]), e),
         label=fill(tree.tokens[children], e),
         temperature=fill(tree.edge_temperature[edges], e, 1),
+        support=None if tree.edge_support is None else tree.edge_support.at(edges).filled(e),
         occurrence_edge=places(np.searchsorted(edges, tree.occurrence_edge[occurrences]), m),
         old_logp=fill(tree.old_logp[occurrences], m),
         advantage=fill(tree.advantage[occurrences], m),

@@ -20,11 +20,12 @@ from typing import Any
 import numpy as np
 
 from forge_jax.config import UserError
+from forge_jax.drawing import Support
 from forge_jax.types import Episode, Finish, Outcome, Status, Task, Turn
 
 MAGIC = b"FJEP"
-VERSION = 2
-READABLE = (1, VERSION)  # 1: before turns had routes
+VERSION = 3
+READABLE = (1, 2, VERSION)  # 1: before turns had routes, 2: before they had supports
 _PREFIX = struct.Struct("<4sHQQ16s")  # magic, version, header bytes, body bytes, digest
 _ALIGN = 8
 
@@ -117,8 +118,12 @@ def _episode(record: Mapping[str, Any], body: memoryview) -> Episode:
 
 def _turn(record: Mapping[str, Any], body: memoryview) -> Turn:
     fields: dict[str, Any] = dict(record)
-    for name, value in record.items():
+    support = fields.pop("support", None)
+    for name, value in fields.items():
         if isinstance(value, dict):
             fields[name] = _array(value, body)
+    if support is not None:
+        arrays = {name: _array(value, body) for name, value in support.items()}
+        fields["support"] = Support(**arrays)
     fields["finish"] = Finish(record["finish"])
     return Turn(**fields)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from forge_jax.sched.routes import digests, stacked
+from forge_jax.sched.supports import edge_kinds, of_trained
 from forge_jax.types import PackedTree, Sample
 
 MODES = ("tree", "chain", "none")
@@ -199,14 +200,17 @@ def _packed(
     flat: _Flat, node: np.ndarray, trained: np.ndarray, samples: Sequence[Sample]
 ) -> PackedTree:
     """The forest of a node map, with an occurrence for each of the flat tokens `trained`."""
-    temperatures, kind = np.unique([s.temperature for s in samples], return_inverse=True)
+    temperatures = np.array([s.temperature for s in samples])
     sample = flat.sample[trained]
-    greedy = np.flatnonzero(temperatures[kind[sample]] <= 0)
+    greedy = np.flatnonzero(temperatures[sample] <= 0)
     if len(greedy):
         i = int(sample[greedy[0]])
         raise ValueError(f"sample {i}: temperature={samples[i].temperature} cannot be trained on")
-    key = node[trained] * len(temperatures) + kind[sample]
-    edges, occurrence_edge = np.unique(key, return_inverse=True)
+    support = of_trained(samples)
+    kinds, kind = np.unique(edge_kinds(temperatures[sample], support), return_inverse=True)
+    edges, first, occurrence_edge = np.unique(
+        node[trained] * len(kinds) + kind, return_index=True, return_inverse=True
+    )
     parent = _parents(flat, node)
     tokens, depth = np.empty(len(parent), np.int32), np.empty(len(parent), np.int32)
     tokens[node], depth[node] = flat.tokens, flat.position
@@ -217,8 +221,9 @@ def _packed(
         depth=depth,
         parent=parent.astype(np.int32),
         exit=_exits(flat, node).astype(np.int32),
-        edge_token=(edges // len(temperatures)).astype(np.int32),
-        edge_temperature=temperatures[edges % len(temperatures)].astype(np.float32),
+        edge_token=(edges // max(1, len(kinds))).astype(np.int32),
+        edge_temperature=temperatures[sample[first]].astype(np.float32),
+        edge_support=None if support is None else support.at(first),
         occurrence_edge=occurrence_edge.astype(np.int32),
         occurrence_sample=sample.astype(np.int32),
         old_logp=np.concatenate([s.old_logp for s in samples])[trained].astype(np.float32),

@@ -135,6 +135,7 @@ def pad(tree: PackedTree, n: int, e: int, m: int) -> PackedTree:
         exit=np.concatenate([tree.exit, alone + 1]),
         edge_token=fill(tree.edge_token, e, spare),
         edge_temperature=fill(tree.edge_temperature, e, 1),
+        edge_support=None if tree.edge_support is None else tree.edge_support.filled(e),
         occurrence_edge=fill(tree.occurrence_edge, m),
         occurrence_sample=fill(tree.occurrence_sample, m),
         old_logp=fill(tree.old_logp, m),

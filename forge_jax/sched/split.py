@@ -179,6 +179,7 @@ def _take(
         exit=exit_,
         edge_token=place(tokens, forest.edge_token[edges]),
         edge_temperature=forest.edge_temperature[edges],
+        edge_support=None if forest.edge_support is None else forest.edge_support.at(edges),
         occurrence_edge=place(edges, forest.occurrence_edge[occurrences]),
         occurrence_sample=forest.occurrence_sample[occurrences],
         old_logp=forest.old_logp[occurrences],

@@ -68,7 +68,9 @@ def script_file(folder: Path) -> str:
 
 
 def test_a_scripted_server(tmp_path: Path) -> None:
-    with serving("engine=scripted", f"script={script_file(tmp_path)}") as (ready, process):
+    log = tmp_path / "requests.jsonl"
+    options = ("engine=scripted", f"script={script_file(tmp_path)}", f"watch.log={log}")
+    with serving(*options) as (ready, process):
         assert set(ready) == {"url", "model", "ready", "admin_key_file"}
         assert ready["ready"] is True
         key_file = ready["admin_key_file"]
@@ -89,6 +91,10 @@ def test_a_scripted_server(tmp_path: Path) -> None:
         record = httpx.get(f"{ready['url']}/sessions/a", headers=bearer).json()
         assert [turn["parent"] for turn in record["turns"]] == [None, 0, None]
         assert httpx.get(f"{ready['url']}/sessions/a").status_code == 401
+        metrics = httpx.get(f"{ready['url']}/metrics").text
+        assert 'finished_reason="stop",model_name="scripted"} 3' in metrics
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        assert [line["finish"] for line in lines] == ["stop", "stop", "refused", "stop"]
         # SIGTERM lets the running call end.
         answers: list[httpx.Response] = []
         body = {"messages": [{"role": "user", "content": "slowly"}]}

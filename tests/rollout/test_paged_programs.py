@@ -6,8 +6,9 @@ import pytest
 from small_engine import SMALL, log_softmax, teacher_logits, weights
 
 from forge_jax.config import RolloutConfig
+from forge_jax.models.layout import layout
 from forge_jax.rollout import packets, programs
-from forge_jax.rollout.cache import empty_pool
+from forge_jax.rollout.cache import empty_pool, pool_sharding
 from forge_jax.rollout.packets import (
     DecodeRow,
     DecodeShape,
@@ -17,6 +18,7 @@ from forge_jax.rollout.packets import (
     pack_decode,
     pack_prefill,
 )
+from forge_jax.sharding import automatic, make_mesh, mesh_of, replicated, shardings
 
 ROLLOUT = RolloutConfig(slots=4, context=32, page=4, chunk=16, decode_steps=3)
 WHOLE = PrefillShape(tokens=16, pages=8)
@@ -172,3 +174,44 @@ def test_pages_move(alone):
     result = here.decode(APART, [row(0, prompt(0), table)])
     assert result[:, 0, 0].tolist() == alone[0][:3].tolist()
     np.testing.assert_allclose(logps(result, 0), alone[1][:3], atol=1e-5)
+
+
+@pytest.mark.parametrize("axes", [{}, {"tensor": 2}])
+def test_pages_read_where_they_are_are_pages_gathered(axes: dict[str, int]) -> None:
+    """By the kernel for TPU, interpreted; on a mesh each device reads its own heads."""
+    rollout = RolloutConfig(slots=4, context=32, page=8, chunk=16, decode_steps=3)
+    prefix, shape = (
+        PrefillShape(tokens=16, pages=4),
+        DecodeShape(rows=4, shared=4, own=4, steps=3, drafts=0),
+    )
+    tokens, tables = prompt(0), {0: [1, 2, 3], 3: [1, 5, 6]}
+    taken, where = weights(), None
+    if axes:
+        placed = shardings(layout(SMALL), make_mesh(**axes))
+        taken = jax.device_put(taken, jax.tree.map(automatic, placed))
+    taken = programs.publish(taken, cfg=SMALL)
+    mesh, where = mesh_of(taken), pool_sharding(taken["embed"].sharding, SMALL)
+    found = {}
+    for attention in ("xla", "pallas"):
+        pool = empty_pool(SMALL, 8, rollout.page, np.float32, where)
+        slots = jax.device_put(programs.empty_slots(4), replicated(where))
+        spans = [
+            Span(slot=0, start=0, tokens=tokens[:-1], table=table) for table in tables.values()
+        ]
+        for given in spans:
+            packet = pack_prefill([given], prefix, rollout)
+            pool, _ = programs.prefill(taken, pool, packet, cfg=SMALL, shape=prefix, mesh=mesh)
+        rows = [row(slot, tokens, table, 1, slot) for slot, table in tables.items()]
+        packet = pack_decode(rows, [[1]], shape, rollout)
+        pool, slots, result = programs.decode(
+            taken, pool, slots, packet, cfg=SMALL, shape=shape, attention=attention, mesh=mesh
+        )
+        found[attention] = np.asarray(result.packet)[:, 0], jax.tree.map(np.asarray, pool)
+    for slot in tables:
+        one, other = (result[:, slot] for result, _ in found.values())
+        assert one[:, packets.SAMPLED].tolist() == other[:, packets.SAMPLED].tolist()
+        for column in (packets.LOGP, packets.RAW):
+            a, b = (np.ascontiguousarray(x[:, column]).view(np.float32) for x in (one, other))
+            np.testing.assert_allclose(a, b, atol=1e-5)
+    for x, y in zip(*(jax.tree.leaves(pool) for _, pool in found.values()), strict=True):
+        np.testing.assert_allclose(x[1:], y[1:], atol=1e-5)

@@ -25,14 +25,8 @@ class Prefill:
 
     def seconds(self, tokens: int, prefix: int, running: int = 0) -> float:
         """Of a prompt of `tokens`, its first `prefix` known, at an instance with `running`."""
-        return sum(
-            x * y
-            for x, y in zip(
-                (self.base, self.token, self.pair, self.beside),
-                prefill_sizes(tokens, prefix, running),
-                strict=True,
-            )
-        )
+        _, new, pairs, beside = prefill_sizes(tokens, prefix, running)
+        return self.base + self.token * new + self.pair * pairs + self.beside * beside
 
 
 def prefill_sizes(tokens: int, prefix: int, running: int) -> tuple[float, float, float, float]:

@@ -52,17 +52,15 @@ class PrefillFit:
     """The prefill model of an instance."""
 
     def __init__(self, prior: Prefill):
+        self.model = prior
         self._regression = _Regression(astuple(prior))
-
-    @property
-    def model(self) -> Prefill:
-        base, token, pair, beside = self._regression.found
-        return Prefill(base=base, token=token, pair=pair, beside=beside)
 
     def observe(self, tokens: int, prefix: int, running: int, seconds: float) -> None:
         """A prompt of `tokens`, `prefix` of them cached, took `seconds` from its first to its
         last chunk, with `running` sequences decoding beside it."""
         self._regression.observe(prefill_sizes(tokens, prefix, running), seconds)
+        base, token, pair, beside = self._regression.found
+        self.model = Prefill(base=base, token=token, pair=pair, beside=beside)
 
 
 class LinkFit:

@@ -1,0 +1,155 @@
+"""How tokens are drawn from logits: what is asked for, and what there was to choose from.
+
+Frozen records of plain numbers and numpy; `forge_jax.types` has them too. Invariant: settings
+that a record has are within their ranges.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+GRAMMARS = ("json_schema", "regex", "lark")
+
+# Kinds of a `Support`.
+OPEN, CLOSED, LOST = range(3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grammar:
+    """What a completion must spell, whole."""
+
+    kind: str  # one of GRAMMARS
+    text: str  # the schema as JSON, the regular expression, or the grammar in Lark's syntax
+
+    def __post_init__(self) -> None:
+        if self.kind not in GRAMMARS:
+            raise ValueError(f"grammar.kind={self.kind!r} must be one of {', '.join(GRAMMARS)}")
+        if not self.text:
+            raise ValueError("grammar.text='' must not be empty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How one completion is drawn.
+
+    Token at position p of the sequence is drawn with the randomness of
+    (seed, choice, p) alone, so it does not depend on what runs beside it.
+
+    Logits first get the bias and the penalties, lose what may not come, and are divided by the
+    temperature; of what is left `min_p`, then `top_k`, then `top_p` keep the likeliest, which
+    are drawn from in proportion. Ranges and meanings are vLLM's, which are OpenAI's where that
+    has them.
+    """
+
+    temperature: float = 1.0  # 0 is greedy
+    max_tokens: int | None = None  # None: up to the engine's context
+    seed: int | None = None  # None: the engine draws one
+    choice: int = 0  # number of this completion among the n of one request
+    stop: tuple[str, ...] = ()  # stop strings; the text is cut before the first
+    stop_ids: tuple[int, ...] = ()  # token ids that end the completion, kept as its last token
+    ignore_eos: bool = False  # True: stop_ids do not end the completion
+    top_p: float = 1.0  # the fewest of the likeliest tokens whose share is at least this
+    top_k: int = 0  # at most so many tokens; 0: all
+    min_p: float = 0.0  # tokens at least this times as likely as the likeliest
+    presence_penalty: float = 0.0  # taken off the logits of what the completion has already
+    frequency_penalty: float = 0.0  # ... for each time
+    repetition_penalty: float = 1.0  # divides the positive logits, and multiplies the negative
+    # ones, of tokens that prompt or completion have already
+    logit_bias: tuple[tuple[int, float], ...] = ()  # added to the logits of tokens
+    min_tokens: int = 0  # sampled before a stop id can be
+    top_logprobs: int = 0  # likeliest tokens told beside each sampled one
+    prompt_logprobs: bool = False  # tell those of the prompt's tokens
+    grammar: Grammar | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
+        for name, low, high in (("presence_penalty", -2, 2), ("frequency_penalty", -2, 2)):
+            self._check(name, low <= getattr(self, name) <= high, f"from {low} to {high}")
+        finite = 0 <= self.temperature < math.inf
+        self._check("temperature", finite, "a number >= 0")
+        self._check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
+        self._check("top_k", self.top_k >= 0, "0, for all, or more")
+        self._check("min_p", 0 <= self.min_p <= 1, "from 0 to 1")
+        positive = 0 < self.repetition_penalty < math.inf
+        self._check("repetition_penalty", positive, "a number above 0")
+        self._check("min_tokens", self.min_tokens >= 0, "0 or more")
+        self._check("top_logprobs", self.top_logprobs >= 0, "0 or more")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            most = self.max_tokens
+            raise ValueError(f"min_tokens={self.min_tokens} must be at most max_tokens={most}")
+        if len(dict(self.logit_bias)) < len(self.logit_bias):
+            raise ValueError("logit_bias names a token twice")
+        for token, bias in self.logit_bias:
+            if not -100 <= bias <= 100:
+                raise ValueError(f"logit_bias[{token}]={bias} must be from -100 to 100")
+
+    def _check(self, name: str, holds: bool, rule: str) -> None:
+        if not holds:
+            raise ValueError(f"{name}={getattr(self, name)} must be {rule}")
+
+    @property
+    def shaped(self) -> bool:
+        """Whether more is done to the logits, or told of them, than the temperature."""
+        plain = Sampling()
+        return any(getattr(self, name) != getattr(plain, name) for name in SHAPING)
+
+
+SHAPING = (
+    "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "min_tokens", "top_logprobs", "grammar",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Support:
+    """What each of some tokens was drawn from, so that a trainer can do the same.
+
+    ``softmax((logits + offset) / temperature)``, where the offset of a listed token is in
+    `offsets`, and that of one that is not is 0 if OPEN, -inf if CLOSED. -inf: cannot come.
+    """
+
+    ids: np.ndarray  # i32[n, S], -1 where unused
+    offsets: np.ndarray  # f32[n, S], 0 where unused
+    kind: np.ndarray  # i8[n]: OPEN, CLOSED, or LOST, where it was too much to be listed
+
+    def at(self, places: np.ndarray | slice) -> "Support":
+        """Of some of the tokens."""
+        return Support(ids=self.ids[places], offsets=self.offsets[places], kind=self.kind[places])
+
+    def filled(self, size: int) -> "Support":
+        """Padded to `size` tokens, with such that nothing was done to."""
+        return joined([self, nothing_of(size - len(self.kind), self.ids.shape[1])])
+
+
+def nothing_of(size: int, width: int) -> Support:
+    """Of `size` tokens that nothing was done to."""
+    return Support(
+        ids=np.full((size, width), -1, np.int32),
+        offsets=np.zeros((size, width), np.float32),
+        kind=np.full(size, OPEN, np.int8),
+    )
+
+
+def widened(support: Support, width: int) -> Support:
+    """With room for `width` tokens each."""
+    missing = width - support.ids.shape[1]
+    pad = ((0, 0), (0, missing))
+    return Support(
+        ids=np.pad(support.ids, pad, constant_values=-1),
+        offsets=np.pad(support.offsets, pad),
+        kind=support.kind,
+    )
+
+
+def joined(parts: Sequence[Support]) -> Support:
+    """One after another, as wide as the widest."""
+    width = max(part.ids.shape[1] for part in parts)
+    wide = [widened(part, width) for part in parts]
+    return Support(
+        ids=np.concatenate([part.ids for part in wide]),
+        offsets=np.concatenate([part.offsets for part in wide]),
+        kind=np.concatenate([part.kind for part in wide]),
+    )
