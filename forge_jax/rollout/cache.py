@@ -79,7 +79,11 @@ def prefill_attend(
 
 
 class Views(NamedTuple):
-    """What the rows of a decode call read of one layer, side by side: [.., K, S, D] each."""
+    """What the rows of a decode call read of one layer, side by side.
+
+    Keys are [.., K, D, S], values [.., K, S, D]: either is the second factor of a product as it
+    lies, which takes XLA on CPU half to a seventh of the time that other keys take.
+    """
 
     shared: tuple[Array, Array] | None  # of bundles, read by all of their rows
     own: tuple[Array, Array]  # of rows; what is decoded is written here first
@@ -102,9 +106,13 @@ def before_own(tables: Tables, page: int) -> Int[Array, " B"]:
 def opened(pool: Pool, tables: Tables) -> tuple[Views, ...]:
     """Copies of the pages that a decode call reads, taken once for all of its steps."""
 
+    def pair(layer: tuple[Array, Array], table: Array) -> tuple[Array, Array]:
+        keys, values = layer
+        return jnp.swapaxes(view(keys, table), 2, 3), view(values, table)
+
     def views(layer: tuple[Array, Array]) -> Views:
-        shared = tuple(view(x, tables.shared) for x in layer) if tables.shared.shape[1] else None
-        return Views(shared=shared, own=tuple(view(x, tables.own) for x in layer))  # type: ignore[arg-type]
+        shared = pair(layer, tables.shared) if tables.shared.shape[1] else None
+        return Views(shared=shared, own=pair(layer, tables.own))
 
     return tuple(views(layer) for layer in pool)
 
@@ -120,8 +128,10 @@ def closed(
     target = jnp.where(inside, jnp.take_along_axis(tables.own, index // page, axis=1), SCRATCH)
 
     def one(layer: tuple[Array, Array], seen: Views) -> tuple[Array, Array]:
+        keys, values = jnp.swapaxes(seen.own[0], 2, 3), seen.own[1]
         new = tuple(
-            jnp.take_along_axis(x, index[:, None, :, None], axis=2).swapaxes(1, 2) for x in seen.own
+            jnp.take_along_axis(x, index[:, None, :, None], axis=2).swapaxes(1, 2)
+            for x in (keys, values)
         )
         return written(layer, new, target, index % page)  # type: ignore[arg-type]
 
@@ -140,20 +150,20 @@ def decode_attend(position: Int[Array, "B T"], tables: Tables, page: int) -> Att
         rows, queries, heads, dim = q.shape
         scale = 1 / math.sqrt(dim)
         row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-        own = tuple(
-            old.at[row, :, index].set(new, mode="promise_in_bounds", unique_indices=True)
-            for old, new in zip(views.own, (k, v), strict=True)
-        )
-        parts = [gathered_attention(q, own[0], own[1], index, scale=scale)]
+        place: dict[str, Any] = {"mode": "promise_in_bounds", "unique_indices": True}
+        keys = views.own[0].at[row, :, :, index].set(k, **place)
+        values = views.own[1].at[row, :, index].set(v, **place)
+        parts = [gathered_attention(q, jnp.swapaxes(keys, 2, 3), values, index, scale=scale)]
         if views.shared is not None:
             together = q.reshape(bundles, -1, heads, dim)
             last = jnp.broadcast_to(
                 (tables.pages * page - 1)[:, None], (bundles, together.shape[1])
             )
-            o, lse = gathered_attention(together, *views.shared, last, scale=scale)
+            before = jnp.swapaxes(views.shared[0], 2, 3), views.shared[1]
+            o, lse = gathered_attention(together, *before, last, scale=scale)
             parts.append((o.reshape(q.shape), lse.reshape(rows, queries, heads)))
         o = merge(*parts) if len(parts) > 1 else parts[0][0]
-        return o.astype(q.dtype), Views(shared=views.shared, own=own)  # type: ignore[arg-type]
+        return o.astype(q.dtype), Views(shared=views.shared, own=(keys, values))
 
     return attend
 
