@@ -34,6 +34,8 @@ class RolloutConfig:
     deterministic: bool = False  # one shape a program: the same bits whatever is cached
     update: str = "keep"  # what new weights do to running requests: keep | recompute | wait | abort
     attention: str = "auto"  # of a decode step: auto | xla | pallas
+    host_pages: int = 0  # pages kept in host memory when they leave the device; 0: none
+    store: str | None = None  # where pages are kept that engines share: see docs/rollout.md
     speculate: str = "off"  # what drafts tokens for the model to verify: off | mtp | ngram
     drafts: int = 2  # tokens drafted at most for a verify; fewer, or none, where that is faster
 
@@ -45,6 +47,11 @@ class RolloutConfig:
         check(
             self.pages is None or self.pages > least,
             f"pages={self.pages} must be above {least}, for one sequence and for padding",
+        )
+        check(self.host_pages >= 0, f"host_pages={self.host_pages} must be >= 0")
+        check(
+            self.prefix_cache or not (self.host_pages or self.store),
+            "prefix_cache=False: host_pages and store keep pages of the prefix cache",
         )
         check(self.drafts >= 1, f"drafts={self.drafts} must be at least 1")
         choices = (("update", UPDATES), ("attention", PAGED), ("speculate", SPECULATE))

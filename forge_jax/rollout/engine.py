@@ -9,7 +9,7 @@ and values of other weights than those it began with, but where it runs on acros
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -20,11 +20,13 @@ from forge_jax.config import UPDATES, RolloutConfig, UserError, check
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.tokenizer import Tokenizer
 from forge_jax.rollout import programs
-from forge_jax.rollout.jobs import Limits, job_of, seed_of
+from forge_jax.rollout.jobs import Job, Limits, job_of, seed_of
 from forge_jax.rollout.keys import block_keys, root_key
+from forge_jax.rollout.lower import Lower
 from forge_jax.rollout.runner import Flight, Runner
 from forge_jax.rollout.scheduler import Scheduler
 from forge_jax.rollout.stop import StopStrings
+from forge_jax.rollout.tiers.payload import Page
 from forge_jax.types import Chunk, Finish, Refused, Request
 
 T = TypeVar("T")
@@ -85,6 +87,9 @@ class RolloutEngine:
         self._device = device
         self._runner = Runner(cfg, rollout, version)
         self._started = device.submit(self._runner.start, params)
+        self._lower: Lower | None = None  # tiers below the pool, once the runner has started
+        self._tiered = rollout.host_pages > 0 or rollout.store is not None
+        self._opening = asyncio.Lock()
 
     @property
     def version(self) -> int:
@@ -115,6 +120,7 @@ class RolloutEngine:
             "swaps": self._runner.swaps,
             "weight_version": self.version,
             "programs_traced": programs.traces.total(),
+            **({} if self._lower is None else self._lower.stats()),
         }
 
     async def warm_up(self) -> None:
@@ -122,6 +128,8 @@ class RolloutEngine:
         check(not self._serving, "warm_up() while serving")
         await self._ready()
         await self._on_device(self._runner.warm_up)
+        if self._lower is not None:
+            self._lower.measured(await self._on_device(self._runner.seconds_a_token))
 
     async def swap(self, version: int, params: Any) -> None:
         """Copies `params` and samples from the copy from the next device call on.
@@ -149,8 +157,9 @@ class RolloutEngine:
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Yields chunks as they are decoded; see `types.Engine`."""
-        number = self._submit(request)
-        inbox = self._callers[number]
+        job = self._submit(request)
+        number, inbox = job.number, self._callers[job.number]
+        bringing = asyncio.create_task(self._bring(job)) if job.held else None
         try:
             while True:
                 item = await inbox.get()
@@ -160,48 +169,49 @@ class RolloutEngine:
                 if item.finish is not None:
                     return
         finally:
+            if bringing is not None:
+                bringing.cancel()
             del self._callers[number]
             self._scheduler.abandon(number)
             self._moved.set()
 
-    async def export_prefix(self, ids: np.ndarray) -> tuple[int, np.ndarray]:
+    def cached_prefix(self, ids: np.ndarray) -> list[np.ndarray | None]:
+        """The routes, where they are recorded, of each leading page of `ids` that the prefix
+        tree has."""
+        return [node.routes for node in self._scheduler.memory.tree.match(self._keys(ids))]
+
+    async def export_prefix(self, ids: np.ndarray, start: int = 0) -> tuple[int, np.ndarray]:
         """How many of the first tokens `ids` the prefix tree has, whole pages of them, and what
-        is in these pages: [n, layers, 2, K, page, D], see `Runner.export`."""
+        is in these pages from number `start` on: [n, layers, 2, K, page, D], see `Runner.export`.
+        """
         tree = self._scheduler.memory.tree
         async with self._turn:
             nodes = tree.match(self._keys(ids))
             tree.hold(nodes)
             try:
-                pages = [node.page for node in nodes]
+                pages = [node.page for node in nodes[start:]]
                 data = await self._on_device(self._runner.export, pages)
             finally:
                 tree.release(nodes)
         return len(nodes) * self._rollout.page, data
 
-    async def ingest_prefix(self, ids: np.ndarray, data: np.ndarray, version: int) -> int:
+    async def ingest_prefix(
+        self,
+        ids: np.ndarray,
+        data: np.ndarray,
+        version: int,
+        start: int = 0,
+        routes: Sequence[np.ndarray | None] | None = None,
+    ) -> int:
         """Puts pages of the first tokens `ids`, made by weights of `version`, in the prefix tree,
         as far as there is room; returns how many tokens of `ids` it has then.
 
+        `data`, and `routes` where they are recorded, are of the pages from number `start` on.
         Raises ValueError if the engine has other weights by now.
         """
-        memory = self._scheduler.memory
         async with self._turn:
             check(version == self.version, f"{version=} is not version={self.version}")
-            keys = self._keys(ids)[: len(data)]
-            held = memory.tree.match(keys)
-            memory.tree.hold(held)
-            pages: list[int] = []
-            try:
-                old = len(held)
-                pages = memory.take(min(len(keys) - old, memory.available))
-                await self._on_device(self._runner.ingest, pages, data[old : old + len(pages)])
-                for key in keys[old : old + len(pages)]:
-                    parent = held[-1] if held else None
-                    held.append(memory.tree.insert(parent, key, pages.pop(0)))
-            finally:
-                memory.pool.give(pages)
-                memory.tree.release(held)
-        return len(held) * self._rollout.page
+            return await self._enter(ids, data, start, routes)
 
     async def serve(self) -> None:
         """Runs until cancelled; then every request ends with Finish.ABORT.
@@ -238,6 +248,7 @@ class RolloutEngine:
                 if idle:
                     self._wake.clear()
                 else:
+                    await self._send_down()
                     hold = plan is not None and self._scheduler.goes_on
                     hold = hold and not self._scheduler.crowded
                     results, unread = await self._on_device(
@@ -264,6 +275,8 @@ class RolloutEngine:
                 self._version = version
                 self._settle(mode)
                 scheduler.renew(self._root())
+                if self._lower is not None:
+                    self._lower.renew()
         self._wake.set()
 
     async def _pause(self, mode: str) -> None:
@@ -299,6 +312,59 @@ class RolloutEngine:
         task.add_done_callback(self._changes.discard)
         await asyncio.shield(task)
 
+    async def _enter(
+        self,
+        ids: np.ndarray,
+        data: np.ndarray,
+        start: int,
+        routes: Sequence[np.ndarray | None] | None,
+    ) -> int:
+        """See `ingest_prefix`; to be called in turn."""
+        memory, page = self._scheduler.memory, self._rollout.page
+        keys = self._keys(ids)[: start + len(data)]
+        held = memory.tree.match(keys)
+        memory.tree.hold(held)
+        pages: list[int] = []
+        try:
+            old = len(held)
+            room = memory.available if old >= start else 0
+            pages = memory.take(min(len(keys) - old, room))
+            await self._send_down()
+            part = data[old - start : old - start + len(pages)]
+            await self._on_device(self._runner.ingest, pages, part)
+            for number, key in enumerate(keys[old : old + len(pages)], old):
+                parent = held[-1] if held else None
+                block = ids[number * page : (number + 1) * page]
+                held.append(memory.insert(parent, key, pages.pop(0), block))
+                held[-1].routes = None if routes is None else routes[number - start]
+        finally:
+            memory.pool.give(pages)
+            memory.tree.release(held)
+        return len(held) * page
+
+    async def _bring(self, job: Job) -> None:
+        """Fetches pages of a waiting job from the tiers below; it is held until then."""
+        ids = job.tokens[: job.prompt - 1]
+
+        async def ingest(start: int, pages: list[Page]) -> None:
+            data = await asyncio.to_thread(np.stack, [np.asarray(page.kv) for page in pages])
+            async with self._turn:
+                if root == self._scheduler.memory.root:  # the weights are still the same
+                    await self._enter(ids, data, start, [page.routes for page in pages])
+
+        try:
+            await self._ready()
+            assert self._lower is not None, "nothing is below"
+            root = self._scheduler.memory.root
+            await self._lower.bring(ids, ingest)
+        finally:
+            job.held = False
+            self._wake.set()
+
+    async def _send_down(self) -> None:
+        if self._lower is not None:
+            await self._lower.send(self._on_device)
+
     def _root(self) -> bytes:
         """A key that no page is in the tree under yet."""
         parts = {"version": self._version, "epoch": next(self._epochs)}
@@ -307,7 +373,7 @@ class RolloutEngine:
     def _keys(self, ids: np.ndarray) -> list[bytes]:
         return block_keys(self._scheduler.memory.root, ids, self._rollout.page)
 
-    def _submit(self, request: Request) -> int:
+    def _submit(self, request: Request) -> Job:
         if self._closed is not None:
             raise Refused(503, self._closed)
         number = next(self._numbers)
@@ -316,10 +382,12 @@ class RolloutEngine:
             raise Refused(400, "stop='' must not be empty")
         stop = StopStrings(sampling.stop, self._tokenizer) if sampling.stop else None
         seed = seed_of(sampling, self._seed, number)
-        self._scheduler.submit(job_of(request, self._limits, number, seed, stop, time.monotonic()))
+        job = job_of(request, self._limits, number, seed, stop, time.monotonic())
+        job.held = self._tiered
+        self._scheduler.submit(job)
         self._callers[number] = asyncio.Queue()
         self._wake.set()
-        return number
+        return job
 
     def _send(self, chunks: Iterable[tuple[int, Chunk]]) -> None:
         for number, chunk in chunks:
@@ -335,6 +403,10 @@ class RolloutEngine:
 
     async def _ready(self) -> None:
         await asyncio.shield(asyncio.wrap_future(self._started))
+        async with self._opening:
+            if self._lower is None and self._tiered:
+                args = (self._cfg, self._rollout, self._runner, self._scheduler.memory)
+                self._lower = await asyncio.to_thread(Lower, *args)
 
     async def _on_device(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._device, work, *args)

@@ -33,6 +33,7 @@ class Job:
     routed: int = 0  # tokens whose routes have left
     root: bytes = b""  # that `keys` begin with
     keys: list[bytes] = field(default_factory=list)  # of full pages that another may have computed
+    held: bool = False  # pages of it are being fetched
     awaited: bytes = b""  # a running request is computing this page of it
 
     @property

@@ -13,6 +13,7 @@ from forge_jax.rollout.jobs import Job, Stay
 from forge_jax.rollout.keys import block_keys, next_key
 from forge_jax.rollout.pages import PagePool
 from forge_jax.rollout.prefix import Node, PrefixTree
+from forge_jax.rollout.tiers.outlet import Outlet
 
 
 class Memory:
@@ -22,6 +23,7 @@ class Memory:
         self.pool = PagePool(cfg.pool_pages)
         self.tree = PrefixTree(self.pool)
         self.root = root
+        self.outlet: Outlet | None = None  # to tiers below, if there are any
         self._cfg = cfg
         self._coming: dict[bytes, Stay] = {}  # pages that a running prefill will put in the tree
 
@@ -34,6 +36,7 @@ class Memory:
         """Goes on with other weights: nothing that is in the tree now is found any more."""
         self.root = root
         self._coming.clear()
+        self.outlet = None if self.outlet is None else self.outlet.renewed()
 
     def awaits(self, job: Job) -> bool:
         """Whether a running prefill computes more of its prefix than the tree has."""
@@ -57,6 +60,8 @@ class Memory:
             self.tree.release(nodes)
             return None
         self.tree.hit(nodes)
+        if self.outlet is not None:
+            self.outlet.hit(nodes)
         stay = Stay(
             job=job,
             nodes=nodes,
@@ -95,13 +100,20 @@ class Memory:
             self._arrived(key, stay)
             node, own = self.tree.get(key), stay.pages.pop(0)
             if node is None:
-                node = self.tree.insert(parent, key, own)
+                node = self.insert(parent, key, own, ids)
                 new.append((number, node))
             else:
                 self.tree.hold([node])
                 self.pool.give([own])
             stay.nodes.append(node)
         return new
+
+    def insert(self, parent: Node | None, key: bytes, page: int, ids: np.ndarray) -> Node:
+        """A new node of the tree with tokens `ids`, see `PrefixTree.insert`."""
+        node = self.tree.insert(parent, key, page)
+        if self.outlet is not None:
+            self.outlet.name(node, ids)
+        return node
 
     def close(self, stay: Stay) -> None:
         """Takes all pages of a stay back."""
@@ -114,7 +126,9 @@ class Memory:
     def take(self, count: int) -> list[int]:
         """That many pages, of which there must be as many available."""
         if count > self.pool.free:
-            self.tree.evict(count - self.pool.free)
+            gone = self.tree.evict(count - self.pool.free)
+            if self.outlet is not None:
+                self.outlet.evicted(gone)
         return self.pool.take(count)
 
     def audit(self, stays: Iterable[Stay]) -> None:

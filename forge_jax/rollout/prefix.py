@@ -28,6 +28,9 @@ class Node:
     used: int = 0  # when it was last found or let go, on the tree's own clock
     # int[page, layers, k], the experts of its tokens. None: not recorded, or not read yet.
     routes: np.ndarray | None = None
+    name: bytes = b""  # its key in the tiers below the device, if there are any
+    outlet: object = None  # that named it
+    kept: bool = False  # it was copied there
 
 
 class PrefixTree:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, Sharding
 
 from forge_jax.config import RolloutConfig
 from forge_jax.models.config import ModelConfig
@@ -27,6 +28,7 @@ from forge_jax.rollout.packets import (
     prefill_shapes,
 )
 from forge_jax.rollout.plans import Plan, Results
+from forge_jax.rollout.tiers.fingerprint import fingerprint
 from forge_jax.sharding import automatic, mesh_of, replicated
 
 MOVED = 16  # pages of one call that moves some
@@ -49,6 +51,7 @@ class Runner:
     def __init__(self, cfg: ModelConfig, rollout: RolloutConfig, version: int):
         self.version = version  # of the weights
         self.swaps = 0
+        self.digest = b""  # of the weights, where pages are stored for others
         self._cfg = cfg
         self._rollout = rollout
         self._weights: Any = None  # layers as a tuple, see programs.publish
@@ -85,6 +88,30 @@ class Runner:
         self.version = version
         self.swaps += 1
 
+    @property
+    def page(self) -> tuple[tuple[int, ...], Any]:
+        """Shape and dtype of what a page holds, all layers together."""
+        keys = self._pool[0][0]
+        return (len(self._pool), 2, *keys.shape[1:]), keys.dtype
+
+    @property
+    def page_sharding(self) -> Sharding:
+        """Where pages on their own belong, beside the pool."""
+        where = self._pool[0][0].sharding
+        if not isinstance(where, NamedSharding):
+            return where
+        return NamedSharding(where.mesh, jax.P(None, None, *where.spec[1:2]))
+
+    def seconds_a_token(self) -> float:
+        """What computing a token of a prompt takes, measured on a call of padding that is
+        compiled; all slots must be idle."""
+        shape = prefill_shapes(self._rollout)[-1]
+        packet = pack_prefill([], shape, self._rollout)
+        began = time.monotonic()
+        self._prefill(packet, shape)
+        jax.block_until_ready(self._pool)
+        return (time.monotonic() - began) / self._rollout.chunk
+
     def warm_up(self) -> None:
         """Compiles every shape by running it on padding alone; all slots must be idle."""
         for prefill in prefill_shapes(self._rollout):
@@ -106,12 +133,17 @@ class Runner:
             unread, flight = flight, None
         return (None if unread is None else self._read(unread)), flight
 
+    def stage(self, pages: Sequence[int]) -> list[jax.Array]:
+        """Copies of pages as they are after the calls dispatched so far, `MOVED` in each array;
+        any thread may read these, as none may read the pool."""
+        return [programs.export(self._pool, chunk) for chunk, _ in _chunks(pages)]
+
     def export(self, pages: Sequence[int]) -> np.ndarray:
         """What pages hold, on the host: [n, layers, 2, K, page, D], keys before values."""
-        parts = [
-            programs.export(self._pool, chunk) for chunk, _ in _chunks(pages)
-        ]  # all dispatched before the first is read
-        return np.concatenate(jax.device_get(parts))[: len(pages)]
+        if not pages:
+            shape, dtype = self.page
+            return np.zeros((0, *shape), dtype)
+        return np.concatenate(jax.device_get(self.stage(pages)))[: len(pages)]
 
     def ingest(self, pages: Sequence[int], data: np.ndarray) -> None:
         """Writes `data`, as `export` gives it, to pages."""
@@ -168,6 +200,8 @@ class Runner:
         placed = jax.tree.map(
             lambda x, like: jax.device_put(x, like.sharding), params, self._layout
         )
+        if self._rollout.store is not None:
+            self.digest = fingerprint(placed)
         return jax.block_until_ready(
             programs.publish(placed, cfg=self._cfg, dtype=self._rollout.dtype)
         )

@@ -164,7 +164,7 @@ class Scheduler:
         for job in looked:
             if len(self._stays) == self._cfg.slots:
                 break
-            if self.memory.awaits(job):
+            if job.held or self.memory.awaits(job):
                 continue
             stay = self.memory.open(job, self._reserve())
             if stay is None:

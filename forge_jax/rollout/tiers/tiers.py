@@ -53,6 +53,13 @@ class Tiers:
         self._readers = ThreadPoolExecutor(THREADS, "tier-read")
         self._writers = ThreadPoolExecutor(THREADS, "tier-write")
 
+    def lacks(self, name: Name, hot: bool) -> bool:
+        """Whether a page is to be kept that is not known to be below: a hot one in the store."""
+        if self._store is not None and self._store.has(*name):
+            return False
+        held = self._host is not None and name in self._host
+        return not held or (hot and self._store is not None)
+
     def at_hand(self, root: bytes, keys: Sequence[bytes]) -> list[Page]:
         """The pages in host memory of the longest run of `keys` from the first on."""
         names = [(root, key) for key in keys]

@@ -1,0 +1,162 @@
+"""Prefill and decode on devices of their own, as one engine.
+
+A request goes to an engine that decodes; what that one has not cached of the prompt, in whole
+pages, is computed by an engine that prefills and moved over. So a long prompt never stands
+between two tokens of other requests. Invariant: pages enter an engine only under the weights that
+made them; a request whose pages cannot move is computed where it is decoded, to the same tokens.
+"""
+
+import asyncio
+import dataclasses
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from forge_jax.config import RolloutConfig, UserError
+from forge_jax.rollout.engine import RolloutEngine
+from forge_jax.types import Chunk, Finish, Request, Sampling
+
+GAUGES = ("weight_version", "programs_traced", "slot_utilisation")  # the same or not to be added
+
+
+class DisaggregatedEngine:
+    """Engines of one model, each with a mesh and a device thread; implements `types.Engine`."""
+
+    def __init__(
+        self,
+        prefill: Sequence[RolloutEngine],
+        decode: Sequence[RolloutEngine],
+        rollout: RolloutConfig,
+    ):
+        """`rollout` is that of all engines, but for slots, pages and steps of a call. Raises
+        UserError without a prefix cache, through which pages move."""
+        if not rollout.prefix_cache:
+            raise UserError("prefix_cache=False: prefill and decode apart hand over its pages")
+        self._prefill, self._decode = tuple(prefill), tuple(decode)
+        self._page = rollout.page
+        self._routes = rollout.routes
+        self._changing = asyncio.Lock()
+        self._open = asyncio.Event()  # no weights are being swapped
+        self._open.set()
+        # One move of a prompt to an engine at a time: mates of a group wait for the first.
+        self._moves: WeakValueDictionary[tuple[int, bytes], asyncio.Lock] = WeakValueDictionary()
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that the next token is sampled from."""
+        return self._decode[0].version
+
+    def stats(self) -> Mapping[str, float]:
+        """Totals of the decoding engines, those of the prefilling ones behind "prefill_engine_",
+        and what was moved between them."""
+        return {
+            **_total(self._decode),
+            **{f"prefill_engine_{name}": x for name, x in _total(self._prefill).items()},
+            **{f"moved_{name}": self._counts[name] for name in ("pages", "bytes", "refused")},
+        }
+
+    async def warm_up(self) -> None:
+        """Compiles every shape the engines can meet; call it before serving."""
+        for engine in self._engines:  # one after the other: each uses all cores
+            await engine.warm_up()
+
+    async def serve(self) -> None:
+        """Runs until cancelled; a fault of one engine ends all and is raised here."""
+        async with asyncio.TaskGroup() as group:
+            for engine in self._engines:
+                group.create_task(engine.serve())
+
+    async def swap(self, version: int, params: Any) -> None:
+        """`RolloutEngine.swap` of all engines; requests that come meanwhile wait for it.
+
+        Pages on their way are of weights that are gone, and are refused where they arrive.
+        """
+        async with self._changing:
+            self._open.clear()
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for engine in self._engines:
+                        group.create_task(engine.swap(version, params))
+            finally:
+                self._open.set()
+
+    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        """Yields chunks as they are decoded; see `types.Engine`."""
+        await self._open.wait()
+        ids = np.asarray(request.prompt, np.int32)
+        ids = ids[: max(ids.size - 1, 0) // self._page * self._page] if ids.ndim == 1 else ids[:0]
+        engine = min(self._decode, key=lambda engine: self._load(engine, ids))
+        lock = self._moves.setdefault((id(engine), ids.tobytes()), asyncio.Lock())
+        async with lock:
+            cached, waited = await self._bring(request, ids, engine)
+        async with aclosing(engine.generate(request)) as chunks:
+            first = True
+            async for chunk in chunks:
+                if first:  # pages that were only just computed are no hits of a cache
+                    chunk = dataclasses.replace(
+                        chunk,
+                        cached_tokens=min(chunk.cached_tokens, cached),
+                        queue_seconds=chunk.queue_seconds + waited,
+                    )
+                first = False
+                yield chunk
+
+    @property
+    def _engines(self) -> tuple[RolloutEngine, ...]:
+        return (*self._prefill, *self._decode)
+
+    async def _bring(
+        self, request: Request, ids: np.ndarray, engine: RolloutEngine
+    ) -> tuple[int, float]:
+        """Has `engine` cache the whole pages `ids` of a prompt.
+
+        Returns the tokens of them that some engine had cached before, and the seconds that the
+        request waited for an engine that prefills.
+        """
+        have = len(engine.cached_prefix(ids))
+        if have * self._page == len(ids):
+            return len(ids), 0.0
+        source = min(self._prefill, key=lambda source: self._load(source, ids))
+        version = source.version
+        # It is the keys and values that are asked for; the one token is of no use.
+        sampling = Sampling(temperature=0.0, max_tokens=1, ignore_eos=True)
+        asked = dataclasses.replace(request, sampling=sampling)
+        async with aclosing(source.generate(asked)) as chunks:
+            first = await anext(chunks)
+        if first.finish is Finish.ABORT:  # the weights changed, see `rollout.update`
+            return have * self._page, first.queue_seconds
+        have = len(engine.cached_prefix(ids))
+        routes = source.cached_prefix(ids)[have:]
+        _, data = await source.export_prefix(ids, have)
+        # Without a pause since the copy: pages of newer weights are not passed off as older.
+        same = source.version == version
+        count = min(len(data), len(routes)) if same else 0
+        if self._routes:
+            count = next((i for i, known in enumerate(routes[:count]) if known is None), count)
+        try:
+            await engine.ingest_prefix(ids, data[:count], version, have, routes[:count])
+        except ValueError:  # weights of another version are there by now
+            self._counts["refused"] += 1
+        else:
+            self._counts["pages"] += count
+            self._counts["bytes"] += data[:count].nbytes
+        return max(have * self._page, first.cached_tokens), first.queue_seconds
+
+    def _load(self, engine: RolloutEngine, ids: np.ndarray) -> float:
+        """Requests that an engine has, less the share of a prompt that it need not compute."""
+        stats = engine.stats()
+        hit = len(engine.cached_prefix(ids)) * self._page / max(len(ids), 1)
+        return stats["requests_running"] + stats["requests_waiting"] - hit
+
+
+def _total(engines: Iterable[RolloutEngine]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for engine in engines:
+        for name, value in engine.stats().items():
+            total[name] = value if name in GAUGES else total.get(name, 0) + value
+    return total
