@@ -63,6 +63,11 @@ class RolloutConfig:
         )
 
     @property
+    def tiered(self) -> bool:
+        """Pages are kept below the device."""
+        return self.host_pages > 0 or self.store is not None
+
+    @property
     def sequence_pages(self) -> int:
         """Pages of the longest sequence."""
         return -(-self.context // self.page)

@@ -21,12 +21,11 @@ from forge_jax.models.config import ModelConfig
 from forge_jax.models.tokenizer import Tokenizer
 from forge_jax.rollout import programs
 from forge_jax.rollout.jobs import Job, Limits, job_of, seed_of
-from forge_jax.rollout.keys import block_keys, root_key
-from forge_jax.rollout.lower import Lower
+from forge_jax.rollout.keys import root_key
+from forge_jax.rollout.passage import Passage
 from forge_jax.rollout.runner import Flight, Runner
 from forge_jax.rollout.scheduler import Scheduler
 from forge_jax.rollout.stop import StopStrings
-from forge_jax.rollout.tiers.payload import Page
 from forge_jax.types import Chunk, Finish, Refused, Request
 
 T = TypeVar("T")
@@ -87,9 +86,9 @@ class RolloutEngine:
         self._device = device
         self._runner = Runner(cfg, rollout, version)
         self._started = device.submit(self._runner.start, params)
-        self._lower: Lower | None = None  # tiers below the pool, once the runner has started
-        self._tiered = rollout.host_pages > 0 or rollout.store is not None
-        self._opening = asyncio.Lock()
+        self._passage = Passage(
+            cfg, rollout, self._runner, self._scheduler.memory, self._turn, self._on_device
+        )
 
     @property
     def version(self) -> int:
@@ -120,7 +119,7 @@ class RolloutEngine:
             "swaps": self._runner.swaps,
             "weight_version": self.version,
             "programs_traced": programs.traces.total(),
-            **({} if self._lower is None else self._lower.stats()),
+            **self._passage.stats(),
         }
 
     async def warm_up(self) -> None:
@@ -128,8 +127,7 @@ class RolloutEngine:
         check(not self._serving, "warm_up() while serving")
         await self._ready()
         await self._on_device(self._runner.warm_up)
-        if self._lower is not None:
-            self._lower.measured(await self._on_device(self._runner.seconds_a_token))
+        await self._passage.measure()
 
     async def swap(self, version: int, params: Any) -> None:
         """Copies `params` and samples from the copy from the next device call on.
@@ -176,24 +174,12 @@ class RolloutEngine:
             self._moved.set()
 
     def cached_prefix(self, ids: np.ndarray) -> list[np.ndarray | None]:
-        """The routes, where they are recorded, of each leading page of `ids` that the prefix
-        tree has."""
-        return [node.routes for node in self._scheduler.memory.tree.match(self._keys(ids))]
+        """The routes, where they are recorded, of each leading page of `ids` that is cached."""
+        return self._passage.cached(ids)
 
     async def export_prefix(self, ids: np.ndarray, start: int = 0) -> tuple[int, np.ndarray]:
-        """How many of the first tokens `ids` the prefix tree has, whole pages of them, and what
-        is in these pages from number `start` on: [n, layers, 2, K, page, D], see `Runner.export`.
-        """
-        tree = self._scheduler.memory.tree
-        async with self._turn:
-            nodes = tree.match(self._keys(ids))
-            tree.hold(nodes)
-            try:
-                pages = [node.page for node in nodes[start:]]
-                data = await self._on_device(self._runner.export, pages)
-            finally:
-                tree.release(nodes)
-        return len(nodes) * self._rollout.page, data
+        """How many of the first tokens `ids` are cached, and their pages; see `Passage.export`."""
+        return await self._passage.export(ids, start)
 
     async def ingest_prefix(
         self,
@@ -203,15 +189,14 @@ class RolloutEngine:
         start: int = 0,
         routes: Sequence[np.ndarray | None] | None = None,
     ) -> int:
-        """Puts pages of the first tokens `ids`, made by weights of `version`, in the prefix tree,
-        as far as there is room; returns how many tokens of `ids` it has then.
+        """Caches pages of the first tokens `ids`, made by weights of `version`, as far as there is
+        room; returns how many tokens of `ids` are cached then. See `Passage.ingest`.
 
-        `data`, and `routes` where they are recorded, are of the pages from number `start` on.
         Raises ValueError if the engine has other weights by now.
         """
         async with self._turn:
             check(version == self.version, f"{version=} is not version={self.version}")
-            return await self._enter(ids, data, start, routes)
+            return await self._passage.ingest(ids, data, start, routes)
 
     async def serve(self) -> None:
         """Runs until cancelled; then every request ends with Finish.ABORT.
@@ -248,7 +233,7 @@ class RolloutEngine:
                 if idle:
                     self._wake.clear()
                 else:
-                    await self._send_down()
+                    await self._passage.send_down()
                     hold = plan is not None and self._scheduler.goes_on
                     hold = hold and not self._scheduler.crowded
                     results, unread = await self._on_device(
@@ -275,8 +260,7 @@ class RolloutEngine:
                 self._version = version
                 self._settle(mode)
                 scheduler.renew(self._root())
-                if self._lower is not None:
-                    self._lower.renew()
+                self._passage.renew()
         self._wake.set()
 
     async def _pause(self, mode: str) -> None:
@@ -312,66 +296,19 @@ class RolloutEngine:
         task.add_done_callback(self._changes.discard)
         await asyncio.shield(task)
 
-    async def _enter(
-        self,
-        ids: np.ndarray,
-        data: np.ndarray,
-        start: int,
-        routes: Sequence[np.ndarray | None] | None,
-    ) -> int:
-        """See `ingest_prefix`; to be called in turn."""
-        memory, page = self._scheduler.memory, self._rollout.page
-        keys = self._keys(ids)[: start + len(data)]
-        held = memory.tree.match(keys)
-        memory.tree.hold(held)
-        pages: list[int] = []
-        try:
-            old = len(held)
-            room = memory.available if old >= start else 0
-            pages = memory.take(min(len(keys) - old, room))
-            await self._send_down()
-            part = data[old - start : old - start + len(pages)]
-            await self._on_device(self._runner.ingest, pages, part)
-            for number, key in enumerate(keys[old : old + len(pages)], old):
-                parent = held[-1] if held else None
-                block = ids[number * page : (number + 1) * page]
-                held.append(memory.insert(parent, key, pages.pop(0), block))
-                held[-1].routes = None if routes is None else routes[number - start]
-        finally:
-            memory.pool.give(pages)
-            memory.tree.release(held)
-        return len(held) * page
-
     async def _bring(self, job: Job) -> None:
         """Fetches pages of a waiting job from the tiers below; it is held until then."""
-        ids = job.tokens[: job.prompt - 1]
-
-        async def ingest(start: int, pages: list[Page]) -> None:
-            data = await asyncio.to_thread(np.stack, [np.asarray(page.kv) for page in pages])
-            async with self._turn:
-                if root == self._scheduler.memory.root:  # the weights are still the same
-                    await self._enter(ids, data, start, [page.routes for page in pages])
-
         try:
             await self._ready()
-            assert self._lower is not None, "nothing is below"
-            root = self._scheduler.memory.root
-            await self._lower.bring(ids, ingest)
+            await self._passage.bring(job.tokens[: job.prompt - 1])
         finally:
             job.held = False
             self._wake.set()
-
-    async def _send_down(self) -> None:
-        if self._lower is not None:
-            await self._lower.send(self._on_device)
 
     def _root(self) -> bytes:
         """A key that no page is in the tree under yet."""
         parts = {"version": self._version, "epoch": next(self._epochs)}
         return root_key(parts)
-
-    def _keys(self, ids: np.ndarray) -> list[bytes]:
-        return block_keys(self._scheduler.memory.root, ids, self._rollout.page)
 
     def _submit(self, request: Request) -> Job:
         if self._closed is not None:
@@ -383,7 +320,7 @@ class RolloutEngine:
         stop = StopStrings(sampling.stop, self._tokenizer) if sampling.stop else None
         seed = seed_of(sampling, self._seed, number)
         job = job_of(request, self._limits, number, seed, stop, time.monotonic())
-        job.held = self._tiered
+        job.held = self._rollout.tiered
         self._scheduler.submit(job)
         self._callers[number] = asyncio.Queue()
         self._wake.set()
@@ -403,10 +340,7 @@ class RolloutEngine:
 
     async def _ready(self) -> None:
         await asyncio.shield(asyncio.wrap_future(self._started))
-        async with self._opening:
-            if self._lower is None and self._tiered:
-                args = (self._cfg, self._rollout, self._runner, self._scheduler.memory)
-                self._lower = await asyncio.to_thread(Lower, *args)
+        await self._passage.open()
 
     async def _on_device(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._device, work, *args)

@@ -1,0 +1,134 @@
+"""Pages in and out of one engine: to and from other engines, and the tiers below its pool.
+
+Pages flow in under the tokens they are of, and enter the prefix tree as if a request had computed
+them; those of the tree flow out. Invariant: what enters was made by the weights of the tree's
+root, and a page is read or written in turn with the calls that are planned.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from forge_jax.config import RolloutConfig
+from forge_jax.models.config import ModelConfig
+from forge_jax.rollout.keys import block_keys
+from forge_jax.rollout.lower import Lower, OnDevice
+from forge_jax.rollout.memory import Memory
+from forge_jax.rollout.runner import Runner
+from forge_jax.rollout.tiers.payload import Page
+
+
+class Passage:
+    """Belongs to the engine whose parts it is given."""
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        rollout: RolloutConfig,
+        runner: Runner,
+        memory: Memory,
+        turn: asyncio.Lock,
+        on_device: OnDevice,
+    ):
+        """Whoever has `turn` alone plans calls or touches pages; `on_device` runs work on the
+        device thread."""
+        self._cfg, self._rollout, self._runner, self._memory = cfg, rollout, runner, memory
+        self._turn, self._on_device = turn, on_device
+        self._lower: Lower | None = None
+        self._opening = asyncio.Lock()
+
+    async def open(self) -> None:
+        """Opens the tiers that are configured, once; the runner must have started."""
+        async with self._opening:
+            if self._lower is None and self._rollout.tiered:
+                args = (self._cfg, self._rollout, self._runner, self._memory)
+                self._lower = await asyncio.to_thread(Lower, *args)
+
+    async def measure(self) -> None:
+        """Finds out from when on fetching beats computing; all slots must be idle."""
+        if self._lower is not None:
+            self._lower.measured(await self._on_device(self._runner.seconds_a_token))
+
+    def renew(self) -> None:
+        """The runner and the memory have gone on to other weights."""
+        if self._lower is not None:
+            self._lower.renew()
+
+    def stats(self) -> Mapping[str, float]:
+        """Counters of the tiers below, if there are any."""
+        return {} if self._lower is None else self._lower.stats()
+
+    def cached(self, ids: np.ndarray) -> list[np.ndarray | None]:
+        """The routes, where they are recorded, of each leading page of `ids` in the tree."""
+        return [node.routes for node in self._memory.tree.match(self._keys(ids))]
+
+    async def export(self, ids: np.ndarray, start: int = 0) -> tuple[int, np.ndarray]:
+        """How many of the first tokens `ids` the prefix tree has, whole pages of them, and what
+        is in these pages from number `start` on: [n, layers, 2, K, page, D], see `Runner.export`.
+        """
+        tree = self._memory.tree
+        async with self._turn:
+            nodes = tree.match(self._keys(ids))
+            tree.hold(nodes)
+            try:
+                pages = [node.page for node in nodes[start:]]
+                data = await self._on_device(self._runner.export, pages)
+            finally:
+                tree.release(nodes)
+        return len(nodes) * self._rollout.page, data
+
+    async def ingest(
+        self,
+        ids: np.ndarray,
+        data: np.ndarray,
+        start: int,
+        routes: Sequence[np.ndarray | None] | None,
+    ) -> int:
+        """Puts pages of the first tokens `ids` in the prefix tree, as far as there is room;
+        returns how many tokens of `ids` it has then. To be called in turn.
+
+        `data`, and `routes` where they are recorded, are of the pages from number `start` on.
+        """
+        memory, page = self._memory, self._rollout.page
+        keys = self._keys(ids)[: start + len(data)]
+        held = memory.tree.match(keys)
+        memory.tree.hold(held)
+        pages: list[int] = []
+        try:
+            old = len(held)
+            room = memory.available if old >= start else 0
+            pages = memory.take(min(len(keys) - old, room))
+            await self.send_down()
+            part = data[old - start : old - start + len(pages)]
+            await self._on_device(self._runner.ingest, pages, part)
+            for number, key in enumerate(keys[old : old + len(pages)], old):
+                parent = held[-1] if held else None
+                block = ids[number * page : (number + 1) * page]
+                held.append(memory.insert(parent, key, pages.pop(0), block))
+                held[-1].routes = None if routes is None else routes[number - start]
+        finally:
+            memory.pool.give(pages)
+            memory.tree.release(held)
+        return len(held) * page
+
+    async def bring(self, ids: np.ndarray) -> None:
+        """Puts the full pages of `ids` that the tiers below have, and the tree has not, there."""
+        assert self._lower is not None, "open() comes first"
+        root = self._memory.root
+
+        async def enter(start: int, pages: list[Page]) -> None:
+            data = await asyncio.to_thread(np.stack, [np.asarray(page.kv) for page in pages])
+            async with self._turn:
+                if root == self._memory.root:  # the weights are still the same
+                    await self.ingest(ids, data, start, [page.routes for page in pages])
+
+        await self._lower.bring(ids, enter)
+
+    async def send_down(self) -> None:
+        """Copies what has to leave the pool, before the next call can write over it."""
+        if self._lower is not None:
+            await self._lower.send(self._on_device)
+
+    def _keys(self, ids: np.ndarray) -> list[bytes]:
+        return block_keys(self._memory.root, ids, self._rollout.page)
