@@ -10,14 +10,26 @@ import numpy as np
 import pytest
 from small_engine import SMALL
 
+from forge_jax.config import RolloutConfig
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.layout import init, layout
 from forge_jax.rollout import programs
-from forge_jax.rollout.cache import cache_sharding, empty_cache
-from forge_jax.rollout.packets import Row, pack_prefill
+from forge_jax.rollout.cache import empty_pool, pool_sharding
+from forge_jax.rollout.packets import (
+    DecodeRow,
+    DecodeShape,
+    Fresh,
+    PrefillShape,
+    Span,
+    pack_decode,
+    pack_prefill,
+)
 from forge_jax.sharding import automatic, make_mesh, mesh_of, replicated, shardings
 
-SLOTS, CONTEXT = 8, 16
+SLOTS, PAGES = 8, 34
+ROLLOUT = RolloutConfig(slots=SLOTS, context=16, page=4, chunk=64, decode_steps=4)
+READ = PrefillShape(tokens=8, pages=4)
+SAMPLE = DecodeShape(rows=SLOTS, shared=1, own=4, steps=4, drafts=0)
 MESH = {"fsdp": 2, "expert": 2, "tensor": 2}
 # Every matrix of a layer is larger than whatever is computed of all tokens, logits too.
 DENSE = dataclasses.replace(SMALL, vocab=128, embed=64, head_dim=16, layers=1)
@@ -25,45 +37,45 @@ EXPERTS = dataclasses.replace(DENSE, family="qwen3_moe", ffn=64, experts=8, expe
 
 
 def arrays(cfg: ModelConfig, axes: dict[str, int]) -> tuple[Any, Any, Any]:
-    """Published weights, an empty cache and idle slots."""
+    """Published weights, an empty pool and idle slots."""
     params = init(cfg, jax.random.key(0))
     if axes:
         where = jax.tree.map(automatic, shardings(layout(cfg), make_mesh(**axes)))
         params = jax.device_put(params, where)
     taken = programs.publish(params, cfg=cfg)
-    where = cache_sharding(taken["embed"].sharding, cfg, SLOTS)
-    cache = empty_cache(cfg, SLOTS, CONTEXT, np.float32, where)
-    return taken, cache, jax.device_put(programs.empty_slots(SLOTS), replicated(where))
+    where = pool_sharding(taken["embed"].sharding, cfg)
+    pool = empty_pool(cfg, PAGES, ROLLOUT.page, np.float32, where)
+    return taken, pool, jax.device_put(programs.empty_slots(SLOTS), replicated(where))
+
+
+def work(cfg: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Packets that read eight sequences, the first page of all in common, and sample after them."""
+    rng = np.random.default_rng(0)
+    spans, rows, common = [], [], rng.integers(0, cfg.vocab, ROLLOUT.page)
+    for slot in range(SLOTS):
+        own = [2 + 4 * slot + i for i in range(4)]
+        tokens = np.concatenate([common, rng.integers(0, cfg.vocab, 1 + slot % 4)]).astype(np.int32)
+        spans.append(Span(slot=slot, start=0, tokens=tokens, table=[1, *own]))
+        first = Fresh(token=slot, limit=9, seed=(0, slot), choice=0, temperature=1.0, stop_ids=())
+        rows.append(DecodeRow(slot=slot, position=len(tokens), fresh=first, table=own))
+    return pack_prefill(spans, READ, ROLLOUT), pack_decode(rows, [[1]], SAMPLE, ROLLOUT)
 
 
 def sampled(cfg: ModelConfig, axes: dict[str, int]) -> tuple[np.ndarray, np.ndarray, str]:
-    """What prefill and four steps of decoding sample, and the program that decodes."""
-    weights, cache, slots = arrays(cfg, axes)
-    mesh = mesh_of(weights)
-    rng = np.random.default_rng(0)
-    rows = [
-        Row(
-            prompt=rng.integers(0, cfg.vocab, 3 + n),
-            limit=9,
-            seed=(0, n),
-            choice=0,
-            temperature=1.0,
-            stop_ids=(),
-        )
-        for n in range(SLOTS)
-    ]
-    packed = pack_prefill(list(enumerate(rows)), SLOTS, CONTEXT, SLOTS)
-    cache, slots, first = programs.prefill(
-        weights, cache, slots, packed, cfg=cfg, routes=bool(cfg.experts), mesh=mesh
-    )
-    decode = programs.decode.lower(
-        weights, cache, slots, cfg=cfg, steps=4, routes=bool(cfg.experts), mesh=mesh
-    ).compile()
-    _, _, later = decode(weights, cache, slots)
-    both = jax.device_get((first, later))
-    tokens = np.concatenate([both[0].packet[None], both[1].packet])
-    routes = [x.routes.reshape(-1, *x.routes.shape[-2:]) for x in both if cfg.experts]
-    return tokens, np.concatenate(routes or [np.zeros(0)]), decode.as_text()
+    """What four steps sample, the experts of all tokens, and the program that decodes."""
+    weights, pool, slots = arrays(cfg, axes)
+    static = {"cfg": cfg, "routes": bool(cfg.experts), "mesh": mesh_of(weights)}
+    read, sample = work(cfg)
+    pool, before = programs.prefill(weights, pool, read, shape=READ, **static)
+    decode = programs.decode.lower(weights, pool, slots, sample, shape=SAMPLE, **static).compile()
+    pool, _, block = decode(weights, pool, slots, sample)
+    assert pool[0][0].sharding.is_equivalent_to(pool_sharding(weights["embed"].sharding, cfg), 4)
+    packet, routes, before = jax.device_get((block.packet, block.routes, before))
+    if not cfg.experts:
+        return packet, np.zeros(0), decode.as_text()
+    real = np.arange(READ.tokens)[None] < read[:, 2:3]
+    fed = np.concatenate([before[real], routes.reshape(-1, *routes.shape[-2:])])
+    return packet, fed, decode.as_text()
 
 
 def exchanged(program: str) -> list[int]:

@@ -1,95 +1,119 @@
-"""Routes that leave the engine: one for each token fed, however a completion ends."""
+"""Routes that leave the engine: those of every token fed, however it came to be fed."""
 
+import asyncio
+import dataclasses
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_engine import SMALL, Digits, ask
+from small_engine import NARROW, SMALL, Digits, ask, prompt, serving
 
-from forge_jax.config import RolloutConfig
-from forge_jax.models.layout import layout, unstack
+from forge_jax.attention.reference import reference_attention
+from forge_jax.models.layout import init
+from forge_jax.models.transformer import hidden
 from forge_jax.rollout import programs
-from forge_jax.rollout.cache import empty_cache
-from forge_jax.rollout.jobs import Job, Limits, row_of
-from forge_jax.rollout.packets import EXHAUSTED, GOES_ON, IDLE, STOPPED, Sampled
-from forge_jax.rollout.scheduler import Results, Scheduler
-from forge_jax.rollout.stop import StopStrings
-from forge_jax.trees import is_param
-from forge_jax.types import Finish
+from forge_jax.rollout.cache import empty_pool
+from forge_jax.rollout.engine import RolloutEngine
+from forge_jax.rollout.packets import decode_shapes, pack_decode
+from forge_jax.types import Chunk, Finish, Request, Sampling
 
-CFG = RolloutConfig(slots=2, context=32, prefill_rows=2, decode_steps=3, routes=True)
-PROMPT = 5
-
-
-def recorded(statuses: list[int], stop: str | None = None, limit: int = 9):
-    """The chunks of a request; token n is n, and the tokens fed have the routes 0, 1, 2, ..."""
-    scheduler, number = Scheduler(CFG), 7
-    limits = Limits(context=CFG.context, vocab=264, stop_ids=())
-    row = row_of(ask(np.arange(PROMPT), max_tokens=limit), limits, (0, 0))
-    watch = None if stop is None else StopStrings((stop,), Digits())
-    scheduler.submit(Job(number, row, watch, 0.0))
-    chunks, fed = [], 0
-    statuses, tokens = list(statuses), iter(range(99))
-
-    def packet() -> np.ndarray:
-        status = statuses.pop(0) if statuses else IDLE
-        return np.array([next(tokens), 0, status], np.int32)
-
-    while (plan := scheduler.plan()) is not None:
-        firsts = []
-        for rows in plan.admitted:
-            routes = np.full((CFG.prefill_rows, 16, 2, 1), 99, np.int8)
-            routes[0, :PROMPT] = np.arange(PROMPT)[:, None, None]
-            packets = np.zeros((CFG.prefill_rows, 3), np.int32)
-            packets[0], fed = packet(), PROMPT
-            assert [job.number for _, job in rows] == [number]
-            firsts.append(Sampled(packets, routes))
-        block = None
-        if plan.decode:
-            slot = next(i for i, job in enumerate(plan.owners) if job is not None)
-            packets = np.zeros((CFG.decode_steps, CFG.slots, 3), np.int32)
-            routes = np.full((CFG.decode_steps, CFG.slots, 2, 1), 99, np.int8)
-            for step in range(CFG.decode_steps):
-                packets[step, slot], routes[step, slot] = packet(), fed
-                fed += 1
-            block = Sampled(packets, routes)
-        results = Results(plan=plan, firsts=tuple(firsts), block=block, version=0, began=0.0)
-        chunks += [chunk for _, chunk in scheduler.apply(results)]
-    return chunks
+CFG = dataclasses.replace(SMALL, family="qwen3_moe", ffn=32, experts=8, experts_per_token=2)
+ROLLOUT = dataclasses.replace(NARROW, context=32, routes=True)
+LENGTH = 10  # of a prompt
+STOPS = tuple("0123456789")  # of texts in which every token is three digits
 
 
-@pytest.mark.parametrize(
-    ("statuses", "stop", "limit", "sampled", "finish"),
-    [
-        ([EXHAUSTED], None, 1, 1, Finish.LENGTH),
-        ([STOPPED], None, 9, 1, Finish.STOP),
-        ([GOES_ON, STOPPED], None, 9, 2, Finish.STOP),
-        ([GOES_ON] * 3 + [STOPPED], None, 9, 4, Finish.STOP),
-        ([GOES_ON] * 4 + [STOPPED], None, 9, 5, Finish.STOP),
-        ([GOES_ON] * 8 + [EXHAUSTED], None, 9, 9, Finish.LENGTH),
-        ([GOES_ON] * 8 + [EXHAUSTED], "000", 9, 1, Finish.STOP),
-        ([GOES_ON] * 8 + [EXHAUSTED], "002", 9, 3, Finish.STOP),
-        ([GOES_ON] * 8 + [EXHAUSTED], "003004", 9, 5, Finish.STOP),
-    ],
-)
-def test_every_token_but_the_last_has_a_route(statuses, stop, limit, sampled, finish) -> None:
-    chunks = recorded(statuses, stop, limit)
-    assert chunks[-1].finish is finish
-    assert sum(len(chunk.ids) for chunk in chunks) == sampled
-    routes = np.concatenate([chunk.routes for chunk in chunks])
-    np.testing.assert_array_equal(routes[:, 0, 0], np.arange(PROMPT + sampled - 1))
+@pytest.fixture(scope="module")
+def params() -> Any:
+    return init(CFG, jax.random.key(0))
 
 
-def test_what_leaves_the_device_is_one_packet_where_no_routes_are_asked_for() -> None:
-    params = jax.tree.map(
-        lambda p: jax.ShapeDtypeStruct(p.shape, np.float32), layout(SMALL), is_leaf=is_param
-    )
-    params = jax.eval_shape(partial(unstack, cfg=SMALL), params)
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    cache = empty_cache(SMALL, CFG.slots, CFG.context, np.float32, device)
-    slots = programs.empty_slots(CFG.slots)
-    decode = partial(programs.decode.__wrapped__, cfg=SMALL, steps=2)
-    *_, sampled = jax.eval_shape(decode, params, cache, slots)
+@pytest.fixture
+def engine(params: Any) -> Iterator[RolloutEngine]:
+    with ThreadPoolExecutor(1) as device:
+        yield RolloutEngine(CFG, params, (), ROLLOUT, Digits(), device)
+
+
+@partial(jax.jit, static_argnames="cfg")
+def _experts(params: Any, tokens: Any, cfg: Any) -> Any:
+    order = jnp.arange(len(tokens))
+
+    def attend(q: Any, k: Any, v: Any, cache: Any) -> Any:
+        ends = jnp.full(len(tokens), len(tokens))
+        return reference_attention(q, k, v, order, order, ends, q.shape[-1] ** -0.5)[0], cache
+
+    return hidden(params, tokens, order, attend, cfg)[2].experts
+
+
+def chosen(params: Any, tokens: np.ndarray) -> np.ndarray:
+    """int[T, layers, k]: the experts of tokens that are read all at once, in order of number."""
+    padded = np.zeros(ROLLOUT.context, np.int32)
+    padded[: len(tokens)] = tokens
+    return np.sort(np.moveaxis(_experts(params, padded, CFG), 0, 1)[: len(tokens)])
+
+
+def served(engine: RolloutEngine, *requests: Request) -> list[list[Chunk]]:
+    """The chunks of requests that are made one after another."""
+
+    async def all_of(request: Request) -> list[Chunk]:
+        return [chunk async for chunk in engine.generate(request)]
+
+    async def one_by_one() -> list[list[Chunk]]:
+        async with serving(engine):
+            return [await all_of(request) for request in requests]
+
+    return asyncio.run(one_by_one())
+
+
+def checked(params: Any, request: Request, chunks: list[Chunk]) -> np.ndarray:
+    """The ids of a completion, all of whose routes are the model's."""
+    ids = np.concatenate([chunk.ids for chunk in chunks])
+    fed = np.concatenate([request.prompt, ids])[:-1]
+    routes = [chunk.routes for chunk in chunks if chunk.routes is not None]
+    np.testing.assert_array_equal(np.sort(np.concatenate(routes)), chosen(params, fed))
+    return ids
+
+
+@pytest.mark.parametrize("limit", [1, 3, 4, 11])
+def test_every_token_but_the_last_has_its_routes(engine, params, limit) -> None:
+    """Blocks have three steps: a completion ends inside one, at its end, and after several."""
+    request = ask(prompt(limit, LENGTH), max_tokens=limit)
+    [chunks] = served(engine, request)
+    assert len(checked(params, request, chunks)) == limit
+    assert chunks[-1].finish is Finish.LENGTH
+
+
+def test_what_a_stop_text_cuts_off_has_none(engine, params) -> None:
+    tokens = prompt(50, LENGTH)
+    request = Request(prompt=tokens, sampling=Sampling(max_tokens=9, seed=3, stop=STOPS))
+    [chunks] = served(engine, request)
+    assert chunks[-1].finish is Finish.STOP
+    assert len(checked(params, request, chunks)) == 1
+
+
+def test_tokens_that_another_request_computed_have_theirs(engine, params) -> None:
+    """Later requests read two pages of the first one, the last of them no more than that."""
+    first = ask(prompt(60, LENGTH), max_tokens=8)
+    again = [ask(first.prompt[:length], max_tokens=4) for length in (LENGTH, LENGTH - 1)]
+    chunks, *others = served(engine, first, *again)
+    checked(params, first, chunks)
+    for request, found in zip(again, others, strict=True):
+        assert found[0].cached_tokens == 2 * ROLLOUT.page
+        checked(params, request, found)
+
+
+def test_what_leaves_the_device_is_one_packet_where_no_routes_are_asked_for(params) -> None:
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    pool = empty_pool(CFG, ROLLOUT.pool_pages, ROLLOUT.page, np.float32, where)
+    shape = decode_shapes(ROLLOUT)[0]
+    decode = partial(programs.decode.__wrapped__, cfg=CFG, shape=shape)
+    weights = jax.eval_shape(partial(programs.publish, cfg=CFG), params)
+    slots = programs.empty_slots(ROLLOUT.slots)
+    *_, sampled = jax.eval_shape(decode, weights, pool, slots, pack_decode([], [], shape, ROLLOUT))
     assert sampled.routes is None
-    assert sampled.packet.shape == (2, CFG.slots, 3)
+    assert sampled.packet.shape == (shape.steps, 1, shape.rows, 4)
