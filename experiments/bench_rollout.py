@@ -201,7 +201,7 @@ def report(
     tokens = sum(len(call.output) for call in calls)
     first = [call.first for call in calls]
     gaps = [gap for call in calls for gap in call.gaps] or [0.0]
-    drafted = stats["draft_tokens"]
+    drafted = stats.get("draft_tokens", 0)
     return {
         "tokens_out": tokens,
         "seconds": seconds,
