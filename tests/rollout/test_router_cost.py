@@ -253,53 +253,45 @@ def test_mates_of_a_call_that_was_sent_follow_it() -> None:
     known, blocks = fleet("a", "b"), [Block(i, 100) for i in range(10)]
     plans = []
     for number in range(2):
-        plans.append(known.decide(call(number=number), blocks, 0.0))
+        plans.append(known.decide(call(number=number), blocks, {}, 0.0))
         known.sent(call(number=number), blocks, plans[-1], 0.0)
     assert plans[0].instance == plans[1].instance
     assert plans[1].work == pytest.approx(0.01)
     for number in range(2):  # they end without a token: nothing came of it
         known.ended(number, 1.0)
-    assert known.decide(call(number=2), blocks, 1.0).work == pytest.approx(1.01)
+    assert known.decide(call(number=2), blocks, {}, 1.0).work == pytest.approx(1.01)
 
 
-def test_new_weights_make_every_prefix_useless() -> None:
-    known, blocks = fleet("a", store=Link(token=1e-6)), [Block(i, 100) for i in range(10)]
-    first = known.decide(call(), blocks, 0.0)
-    known.sent(call(), blocks, first, 0.0)
-    for block in blocks:
-        known.got("a", block.key)
-        known.got(STORE, block.key)
+def test_new_weights_make_promises_useless() -> None:
+    known, blocks = fleet("a"), [Block(i, 100) for i in range(10)]
+    known.sent(call(), blocks, known.decide(call(), blocks, {}, 0.0), 0.0)
     known.renewed()
-    plan = known.decide(call(number=1), blocks, 0.0)
-    assert (plan.work, plan.source) == (pytest.approx(1.01), None)
+    assert known.decide(call(number=1), blocks, {}, 0.0).work == pytest.approx(1.01)
     known.first(0, 1.0, 0.0, 0)
     known.ended(0, 2.0)
 
 
 def test_an_instance_that_is_gone_gets_nothing_and_gives_nothing() -> None:
     known, blocks = fleet("a", "b", peer=Link(token=1e-6)), [Block(0, 1000)]
-    known.got("a", 0)
-    plan = known.decide(call(), blocks, 0.0)
+    plan = known.decide(call(), blocks, {"a": 1000}, 0.0)
     assert plan.instance == "a"
     known.sent(call(), blocks, plan, 0.0)
     known.remove("a")
-    after = known.decide(call(number=1), blocks, 0.0)
+    after = known.decide(call(number=1), blocks, {"a": 1000}, 0.0)
     assert (after.instance, after.source) == ("b", None)
     known.ended(0, 1.0)
 
 
 def test_transfers_into_one_instance_wait_for_each_other() -> None:
-    known, blocks = fleet("a", store=Link(latency=0.1)), [Block(0, 1000)]
-    known.got(STORE, 0)
-    plans = [known.decide(call(number=0), blocks, 0.0)]
-    known.sent(call(number=0), blocks, plans[0], 0.0)
-    other = [Block(1, 1000)]
-    known.got(STORE, 1)
-    second = known.decide(call(number=1), other, 0.0)
-    assert plans[0].seconds == pytest.approx(0.1 + 0.01)
+    known, held = fleet("a", store=Link(latency=0.1)), {STORE: 1000}
+    first = known.decide(call(number=0), [Block(0, 1000)], held, 0.0)
+    known.sent(call(number=0), [Block(0, 1000)], first, 0.0)
+    second = known.decide(call(number=1), [Block(1, 1000)], held, 0.0)
+    assert first.seconds == pytest.approx(0.1 + 0.01)
     assert second.seconds == pytest.approx(0.2 + 0.01)
-    known.fetched(plans[0], 0.1, 1000, 0.1)
-    assert known.decide(call(number=1), other, 0.1).seconds == pytest.approx(0.1 + 0.01)
+    known.fetched(first, 0.1, 1000, 0.1)
+    third = known.decide(call(number=1), [Block(1, 1000)], held, 0.1)
+    assert third.seconds == pytest.approx(0.1 + 0.01)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
 """Everything a router knows of its instances, and the decision it takes from it.
 
-Events flow in, each with its moment: blocks got and lost, calls sent, first tokens, ends,
-transfers. Plans flow out. Sans-IO: the simulator and the live router drive the same object.
+Events flow in, each with its moment: calls sent, first tokens, ends, transfers. Plans flow out.
+Sans-IO: the simulator and the live router drive the same object.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from forge_jax.rollout.router.cost import Call, Link, Plan, Policy, Prefill, Source, View, Weights
@@ -25,14 +25,13 @@ class Priors:
 
 
 class Fleet:
-    """Instances by name, what they hold, what they were sent."""
+    """Instances by name, and what they were sent."""
 
     def __init__(self, policy: Policy, weights: Weights, priors: Priors):
         self._policy = policy
         self._weights = weights
         self._priors = priors
         self._ledgers: dict[str, Ledger] = {}
-        self._index = PrefixIndex()
         self._promised = PrefixIndex()  # what calls that were sent will bring about
         self._calls: dict[int, tuple[str, Sequence[Block]]] = {}
         self._store = None if priors.store is None else LinkFit(priors.store)
@@ -52,27 +51,20 @@ class Fleet:
     def remove(self, name: str) -> None:
         """The instance gets no calls any more; those it has are still to be ended."""
         del self._ledgers[name]
-        self._index.clear(name)
         self._promised.clear(name)
-
-    def got(self, holder: str, key: Hashable) -> None:
-        """An instance, or the store, holds a block now."""
-        self._index.add(holder, key)
-
-    def lost(self, holder: str, key: Hashable) -> None:
-        """It does not hold the block any more."""
-        self._index.discard(holder, key)
 
     def renewed(self) -> None:
         """The weights changed: no block of the old ones is of use to anybody."""
-        for holder in (*self._ledgers, STORE):
-            self._index.clear(holder)
-            self._promised.clear(holder)
+        for name in self._ledgers:
+            self._promised.clear(name)
         self._calls = {number: (name, ()) for number, (name, _) in self._calls.items()}
 
-    def decide(self, call: Call, blocks: Sequence[Block], now: float) -> Plan:
-        """Where to serve a call whose prompt is `blocks`, and what to fetch for it."""
-        held, promised = self._index.prefixes(blocks), self._promised.prefixes(blocks)
+    def decide(
+        self, call: Call, blocks: Sequence[Block], held: Mapping[str, int], now: float
+    ) -> Plan:
+        """Where to serve a call whose prompt is `blocks`, and what to fetch for it; `held` is
+        how many of its first tokens each instance, and the store, has."""
+        promised = self._promised.prefixes(blocks)
         views = [
             View(
                 name=name,

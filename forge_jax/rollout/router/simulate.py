@@ -22,7 +22,7 @@ from forge_jax.config import UserError, check
 from forge_jax.rollout.router.cache import Cache
 from forge_jax.rollout.router.cost import Call, Link, Plan, Policy, Prefill, Weights
 from forge_jax.rollout.router.fleet import STORE, Fleet, Priors
-from forge_jax.rollout.router.index import Block
+from forge_jax.rollout.router.index import Block, PrefixIndex
 from forge_jax.rollout.router.instance import Instance, InstanceConfig, Job, path
 from forge_jax.rollout.router.traces import Session
 
@@ -114,6 +114,7 @@ class _Simulation:
         self._noise = random.Random(seed)
         self._spread = instance.noise
         self._fleet = Fleet(policy, weights, _priors(instance, tiers))
+        self._index = PrefixIndex()  # who holds what, as it is
         self._instances: dict[str, Instance] = {}
         for number in range(instances):
             name = str(number)
@@ -139,8 +140,8 @@ class _Simulation:
         return self._served
 
     def _cache(self, name: str, capacity: int) -> Cache:
-        fleet = self._fleet
-        return Cache(capacity, partial(fleet.got, name), partial(fleet.lost, name))
+        index = self._index
+        return Cache(capacity, partial(index.add, name), partial(index.discard, name))
 
     def _at(self, moment: float, act: object) -> None:
         heapq.heappush(self._events, (moment, next(self._ties), act))
@@ -154,7 +155,7 @@ class _Simulation:
             session=session.name,
             tokens=sum(block.tokens for block in blocks),
         )
-        plan = self._fleet.decide(call, blocks, now)
+        plan = self._fleet.decide(call, blocks, self._index.prefixes(blocks), now)
         self._fleet.sent(call, blocks, plan, now)
         job = Job(
             number=call.number,
