@@ -1,0 +1,213 @@
+"""Two live engines behind a router: the tokens of one, hits that follow, faults that end once."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from small_engine import (
+    PATIENCE,
+    WIDE,
+    Completion,
+    ask,
+    complete,
+    idle_engine,
+    prompt,
+    served,
+    weights,
+)
+
+from forge_jax.config import RolloutConfig
+from forge_jax.rollout.engine import RolloutEngine
+from forge_jax.rollout.router.cost import Weights
+from forge_jax.rollout.router.live import Router, RouterConfig
+from forge_jax.types import Finish, Refused, Request
+
+SIZES = replace(WIDE, slots=8, context=64)
+PAGE = SIZES.page
+
+
+@asynccontextmanager
+async def routed(
+    cfg: RouterConfig = RouterConfig(),  # noqa: B008  (frozen)
+    sizes: RolloutConfig = SIZES,
+    serve: bool = True,
+) -> AsyncIterator[tuple[Router, dict[str, RolloutEngine]]]:
+    """A router over two engines; all requests of engines that live have ended at the end."""
+    async with AsyncExitStack() as stack, asyncio.timeout(PATIENCE):
+        engines = {name: await stack.enter_async_context(idle_engine(sizes)) for name in ("a", "b")}
+        router = Router(engines, sizes.slots, sizes.page, cfg)
+        task = asyncio.create_task(router.serve())
+        try:
+            yield router, engines
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError, ExceptionGroup):
+                await task
+        for engine in engines.values():
+            stats = engine.stats()
+            assert stats["requests_running"] == stats["requests_waiting"] == 0
+
+
+def requests(count: int) -> list[Request]:
+    """Groups of four that share three pages, every one with a seed of its own."""
+    return [
+        ask(np.concatenate([prompt(i // 4, 3 * PAGE), prompt(100 + i, 3)]), seed=i, max_tokens=6)
+        for i in range(count)
+    ]
+
+
+async def all_of(engine: Any, asked: list[Request]) -> list[Completion]:
+    return await asyncio.gather(*(complete(engine, request) for request in asked))
+
+
+@pytest.mark.parametrize("policy", ["cost", "round_robin", "least_loaded", "sticky", "thresholds"])
+def test_the_tokens_are_those_of_one_engine(policy: str) -> None:
+    async def test() -> None:
+        asked = requests(16)
+        async with served(SIZES) as one:
+            wanted = [done.ids for done in await all_of(one, asked)]
+        async with routed(RouterConfig(policy=policy)) as (router, engines):
+            found = [done.ids for done in await all_of(router, asked)]
+            stats = router.stats()
+            took = [engine.stats()["requests_submitted"] for engine in engines.values()]
+        assert found == wanted
+        assert sum(took) == stats["requests_submitted"] == 16
+        assert min(took) > 0, "both engines work"
+        assert stats["router_engines"] == 2
+
+    asyncio.run(test())
+
+
+def test_a_session_stays_with_its_prefix() -> None:
+    """Turn after turn the engine that has the prefix gets the call, and reads it."""
+
+    async def test() -> None:
+        async with routed(RouterConfig(peers=False)) as (router, engines):
+            ids = prompt(0, 2 * PAGE + 1)
+            for turn in range(4):
+                [done] = await all_of(router, [ask(ids, seed=turn, max_tokens=PAGE)])
+                ids = np.concatenate([ids, done.ids]).astype(np.int32)[: SIZES.context - 2]
+            took = sorted(e.stats()["requests_submitted"] for e in engines.values())
+            assert took == [0, 4]
+            assert router.stats()["tokens_cached"] >= (2 + 3 + 4) * PAGE
+
+    asyncio.run(test())
+
+
+def test_pages_follow_a_call_to_another_engine() -> None:
+    """With the load bound at the mean a call leaves its prefix's engine; the pages come along,
+    and the tokens are what they were."""
+
+    async def test() -> None:
+        first, *_, mate = requests(4)
+        async with routed(RouterConfig(policy="round_robin")) as (router, engines):
+            home, other = engines.values()
+            await complete(router, first)
+            assert home.cached_prefix(mate.prompt) == 3 * PAGE
+            assert other.cached_prefix(mate.prompt) == 0
+            router._fleet._ledgers["b"]._fit.model = replace(
+                router._fleet._ledgers["b"].prefill, token=1.0
+            )  # computing is dear there, so fetching pays
+            chunks = [chunk async for chunk in router.generate(mate)]
+            assert chunks[0].cached_tokens == 3 * PAGE
+            assert router.stats()["router_tokens_fetched"] == 3 * PAGE
+            moved = np.concatenate([chunk.ids for chunk in chunks])
+        async with served(SIZES) as one:
+            alone = await complete(one, mate)
+        np.testing.assert_array_equal(moved, alone.ids)
+
+    asyncio.run(test())
+
+
+def test_new_weights_reach_every_engine_and_no_old_page_is_read() -> None:
+    async def test() -> None:
+        asked = requests(8)
+        async with routed() as (router, _):
+            await all_of(router, asked)
+            before = router.stats()["tokens_cached"]
+            assert before > 0
+            await router.swap(3, weights(1))
+            assert router.version == router.stats()["weight_version"] == 3
+            chunks = [chunk async for chunk in router.generate(asked[0])]
+            assert chunks[0].cached_tokens == 0
+            assert {int(v) for chunk in chunks for v in chunk.versions} == {3}
+
+    asyncio.run(test())
+
+
+def test_an_engine_that_fails_is_taken_out_and_requests_end_once() -> None:
+    """Those without a token go on at the other engine, with the tokens they would have had."""
+
+    async def test() -> None:
+        asked = requests(16)
+        async with served(SIZES) as one:
+            wanted = [done.ids for done in await all_of(one, asked)]
+        async with routed(RouterConfig(policy="round_robin")) as (router, engines):
+
+            def broken(*args: Any) -> Any:
+                raise RuntimeError("the device is gone")
+
+            engines["a"]._runner.advance = broken  # type: ignore[method-assign]
+            found = [done.ids for done in await all_of(router, asked)]
+            assert found == wanted
+            assert router.stats()["router_engines"] == 1
+            engines["b"]._runner.advance = broken  # type: ignore[method-assign]
+            with pytest.raises(Refused, match="the device is gone"):
+                await complete(router, asked[0])
+            with pytest.raises(Refused, match="every engine has failed"):
+                await complete(router, asked[0])
+
+    asyncio.run(test())
+
+
+def test_a_request_with_tokens_ends_with_the_fault_of_its_engine() -> None:
+    async def test() -> None:
+        async with routed(RouterConfig(policy="round_robin")) as (router, engines):
+            chunks = router.generate(ask(prompt(0, 5), seed=1, max_tokens=50))
+            assert (await anext(chunks)).finish is None
+
+            def broken(*args: Any) -> Any:
+                raise RuntimeError("the device is gone")
+
+            engines["a"]._runner.advance = broken  # type: ignore[method-assign]
+            with pytest.raises(Refused, match="the device is gone"):
+                [chunk async for chunk in chunks]
+            assert router.stats()["router_engines"] == 1
+
+    asyncio.run(test())
+
+
+def test_a_bad_request_takes_no_engine_out() -> None:
+    async def test() -> None:
+        async with routed() as (router, _):
+            with pytest.raises(Refused) as refusal:
+                await complete(router, ask(prompt(0, SIZES.context + 1)))
+            assert refusal.value.status == 400
+            assert router.stats()["router_engines"] == 2
+
+    asyncio.run(test())
+
+
+def test_callers_that_go_away_and_a_router_that_stops_leave_nothing() -> None:
+    async def test() -> None:
+        async with routed() as (router, _):
+            chunks = router.generate(ask(prompt(0, 5), seed=1, max_tokens=50))
+            await anext(chunks)
+            await chunks.aclose()
+            assert {ledger.load for ledger in router._fleet._ledgers.values()} == {0}
+            waiting = [router.generate(request) for request in requests(4)]
+            for chunk in await asyncio.gather(*(anext(one) for one in waiting)):
+                assert chunk.finish in (None, Finish.LENGTH)
+            for one in waiting:
+                await one.aclose()
+
+    asyncio.run(test())
+
+
+def test_a_policy_that_is_not_known_is_named() -> None:
+    with pytest.raises(ValueError, match="policy='best' must be one of cost"):
+        RouterConfig(policy="best", weights=Weights())
