@@ -15,9 +15,9 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from experiments.command import command
 from experiments.watch import WatchConfig, watched
@@ -27,9 +27,13 @@ from forge_jax.gateway.gateway import Gateway
 from forge_jax.models.chat import Chat, built_in
 from forge_jax.models.tokenizer import ByteTokenizer
 from forge_jax.rollout.observe.exposition import Stats
+from forge_jax.rollout.router.live import Router, RouterConfig
 from forge_jax.rollout.script import read_script
 from forge_jax.rollout.scripted import ScriptedEngine
 from forge_jax.types import Engine
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 ENGINES = ("real", "scripted")
 Opened = tuple[Engine, Stats, Chat, str]  # with the name of the model
@@ -81,19 +85,26 @@ class Config:
     admin_key: str | None = None  # None: generated, and written to a file
     seed: int = 0  # initialises a preset, and draws the seeds of requests without one
     rollout: Sizes = field(default_factory=Sizes)
-    mesh: MeshConfig = field(default_factory=MeshConfig)  # that the real engine runs on
+    mesh: MeshConfig = field(default_factory=MeshConfig)  # that each real engine runs on
+    replicas: int = 1  # engines; a router spreads requests over several
+    router: RouterConfig = field(default_factory=RouterConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
 
     def __post_init__(self) -> None:
         check(self.engine in ENGINES, f"engine={self.engine!r} must be one of {ENGINES}")
         check(0 <= self.port < 65536, f"port={self.port} must be from 0 to 65535")
+        check(self.replicas >= 1, f"replicas={self.replicas} must be at least 1")
         check(self.admin_key != "", "admin_key='' must not be empty")
         scripted = self.engine == "scripted"
         check(scripted or self.model is not None, "model=null: engine=real needs a model")
         check(
             scripted == (self.script is not None),
             f"script={self.script!r} goes with engine=scripted and with no other",
+        )
+        check(
+            not scripted or self.replicas == 1,
+            f"replicas={self.replicas} goes with engine=real: one engine=scripted is enough",
         )
         check(
             not scripted or self.mesh == MeshConfig(),
@@ -157,34 +168,57 @@ async def scripted_engine(cfg: Config) -> AsyncIterator[Opened]:
 
 @asynccontextmanager
 async def real_engine(cfg: Config) -> AsyncIterator[Opened]:
-    """A compiled rollout engine on the model; its fault ends the block."""
+    """Compiled rollout engines on the model, a router before them if they are several; the
+    fault of the last one ends the block."""
     from experiments.models import resolve
     from forge_jax.rollout.engine import RolloutEngine
-    from forge_jax.sharding import mesh_from
 
     assert cfg.model is not None
-    model = resolve(cfg.model, cfg.seed, mesh=mesh_from(cfg.mesh))
-    sizes = cfg.rollout.of(model.cfg.max_context)
-    if sizes.context > model.cfg.max_context:
-        raise UserError(
-            f"rollout.context={sizes.context} exceeds the {model.cfg.max_context} of {model.name}"
-        )
-    with ThreadPoolExecutor(1, "device") as device:
-        engine = RolloutEngine(
-            model.cfg,
-            model.params,
-            stop_ids=model.chat.stop_ids,
-            rollout=sizes,
-            tokenizer=model.chat.tokenizer,
-            device=device,
-            seed=cfg.seed,
-        )
+    engines: dict[str, RolloutEngine] = {}
+    with ExitStack() as stack:
+        for number, mesh in enumerate(meshes(cfg)):
+            model = resolve(cfg.model, cfg.seed, mesh=mesh)
+            sizes = cfg.rollout.of(model.cfg.max_context)
+            most = model.cfg.max_context
+            if sizes.context > most:
+                raise UserError(
+                    f"rollout.context={sizes.context} exceeds the {most} of {model.name}"
+                )
+            engines[str(number)] = RolloutEngine(
+                model.cfg,
+                model.params,
+                stop_ids=model.chat.stop_ids,
+                rollout=sizes,
+                tokenizer=model.chat.tokenizer,
+                device=stack.enter_context(ThreadPoolExecutor(1, f"device-{number}")),
+                seed=cfg.seed,
+            )
+        engine: RolloutEngine | Router = engines["0"]
+        if len(engines) > 1:
+            engine = Router(engines, sizes.slots, sizes.page, cfg.router, cfg.seed)
         print(f"{model.name}: compiling", file=sys.stderr, flush=True)
         await engine.warm_up()
         async with asyncio.TaskGroup() as group:
             running = group.create_task(engine.serve())
             yield engine, engine.stats, model.chat, model.name
             running.cancel()
+
+
+def meshes(cfg: Config) -> "list[Mesh]":
+    """Of each replica; on devices of its own where there are enough for all of them."""
+    import jax
+
+    from forge_jax.sharding import mesh_from
+
+    size, devices = mesh_from(cfg.mesh).size, jax.devices()
+    if cfg.replicas * size > len(devices):
+        if cfg.replicas > 1:
+            print(f"replicas={cfg.replicas} share {size} device(s)", file=sys.stderr)
+        return [mesh_from(cfg.mesh)] * cfg.replicas
+    return [
+        mesh_from(cfg.mesh, devices[place * size : (place + 1) * size])
+        for place in range(cfg.replicas)
+    ]
 
 
 @contextmanager

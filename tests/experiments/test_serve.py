@@ -109,7 +109,11 @@ def test_a_scripted_server(tmp_path: Path) -> None:
         assert not os.path.exists(key_file)
 
 
-@pytest.mark.parametrize("mesh", [(), ("mesh.data=2", "mesh.tensor=2")], ids=["one", "mesh"])
+@pytest.mark.parametrize(
+    "mesh",
+    [(), ("mesh.data=2", "mesh.tensor=2"), pytest.param(("replicas=2",), marks=pytest.mark.slow)],
+    ids=["one", "mesh", "replicas"],
+)
 def test_a_real_server(mesh: tuple[str, ...]) -> None:
     options = ("model=quick", "admin_key=secret", "rollout.slots=2", "rollout.context=32")
     with serving(*options, *mesh) as (ready, process):

@@ -12,12 +12,13 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 import numpy as np
 
 from forge_jax.config import check
+from forge_jax.rollout.jobs import seed_of
 from forge_jax.rollout.keys import block_keys, root_key
 from forge_jax.rollout.router.baselines import POLICIES
 from forge_jax.rollout.router.cost import Call, Link, Plan, Weights
@@ -69,12 +70,20 @@ class Router:
     """Implements `types.Engine` over engines that have the same weights and sizes."""
 
     def __init__(
-        self, engines: Mapping[str, Member], slots: int, page: int, cfg: RouterConfig
+        self,
+        engines: Mapping[str, Member],
+        slots: int,
+        page: int,
+        cfg: RouterConfig,
+        seed: int = 0,
     ) -> None:
-        """`slots` and `page` are those of each engine."""
+        """`slots` and `page` are those of each engine; `seed` draws the seeds of requests
+        without one, which are those that one engine alone would draw."""
         check(len(engines) > 0, "engines={} must hold at least one")
         self._engines = dict(engines)
         self._page = page
+        self._seed = seed
+        self._requests = itertools.count()
         priors = Priors(peer=PEER if cfg.peers else None)
         self._fleet = Fleet(POLICIES[cfg.policy], cfg.weights, priors)
         for name in self._engines:
@@ -116,7 +125,7 @@ class Router:
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Yields the chunks of the engine that it chose; see `types.Engine`."""
-        began = False
+        request, began = self._seeded(request), False
         while True:
             number = next(self._numbers)
             plan = self._sent(number, request)
@@ -134,6 +143,14 @@ class Router:
                     raise
             finally:
                 self._fleet.ended(number, time.monotonic())
+
+    def _seeded(self, request: Request) -> Request:
+        """With a seed, so that no two requests share one whichever engines they go to."""
+        number = next(self._requests)
+        if request.sampling.seed is not None:
+            return request
+        high, low = seed_of(request.sampling, self._seed, number)
+        return replace(request, sampling=replace(request.sampling, seed=high << 32 | low))
 
     def _sent(self, number: int, request: Request) -> Plan:
         """Decides, and enters the request where it goes; nothing comes between the two."""
