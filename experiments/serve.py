@@ -195,7 +195,7 @@ async def real_engine(cfg: Config) -> AsyncIterator[Opened]:
             )
         engine: RolloutEngine | Router = engines["0"]
         if len(engines) > 1:
-            engine = Router(engines, sizes.slots, sizes.page, cfg.router, cfg.seed)
+            engine = Router(engines, sizes, cfg.router, cfg.seed)
         print(f"{model.name}: compiling", file=sys.stderr, flush=True)
         await engine.warm_up()
         async with asyncio.TaskGroup() as group:

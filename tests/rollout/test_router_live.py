@@ -39,7 +39,7 @@ async def routed(
     """A router over two engines; all requests of engines that live have ended at the end."""
     async with AsyncExitStack() as stack, asyncio.timeout(PATIENCE):
         engines = {name: await stack.enter_async_context(idle_engine(sizes)) for name in ("a", "b")}
-        router = Router(engines, sizes.slots, sizes.page, cfg)
+        router = Router(engines, sizes, cfg)
         task = asyncio.create_task(router.serve())
         try:
             yield router, engines
@@ -111,8 +111,8 @@ def test_pages_follow_a_call_to_another_engine() -> None:
         async with routed(RouterConfig(policy="round_robin")) as (router, engines):
             home, other = engines.values()
             await complete(router, first)
-            assert home.cached_prefix(mate.prompt) == 3 * PAGE
-            assert other.cached_prefix(mate.prompt) == 0
+            assert len(home.cached_prefix(mate.prompt)) == 3
+            assert len(other.cached_prefix(mate.prompt)) == 0
             router._fleet._ledgers["b"]._fit.model = replace(
                 router._fleet._ledgers["b"].prefill, token=1.0
             )  # computing is dear there, so fetching pays

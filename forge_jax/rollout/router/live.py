@@ -10,14 +10,14 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 import numpy as np
 
-from forge_jax.config import check
+from forge_jax.config import RolloutConfig, check
 from forge_jax.rollout.jobs import seed_of
 from forge_jax.rollout.keys import block_keys, root_key
 from forge_jax.rollout.router.baselines import POLICIES
@@ -40,7 +40,7 @@ class Member(Engine, Protocol):
 
     def stats(self) -> Mapping[str, float]: ...
 
-    def cached_prefix(self, ids: np.ndarray) -> int: ...
+    def cached_prefix(self, ids: np.ndarray) -> list[np.ndarray | None]: ...
 
     async def warm_up(self) -> None: ...
 
@@ -48,9 +48,16 @@ class Member(Engine, Protocol):
 
     async def swap(self, version: int, params: Any) -> None: ...
 
-    async def export_prefix(self, ids: np.ndarray) -> tuple[int, np.ndarray]: ...
+    async def export_prefix(self, ids: np.ndarray, start: int) -> tuple[int, np.ndarray]: ...
 
-    async def ingest_prefix(self, ids: np.ndarray, data: np.ndarray, version: int) -> int: ...
+    async def ingest_prefix(
+        self,
+        ids: np.ndarray,
+        data: np.ndarray,
+        version: int,
+        start: int,
+        routes: Sequence[np.ndarray | None],
+    ) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,22 +79,21 @@ class Router:
     def __init__(
         self,
         engines: Mapping[str, Member],
-        slots: int,
-        page: int,
+        rollout: RolloutConfig,
         cfg: RouterConfig,
         seed: int = 0,
     ) -> None:
-        """`slots` and `page` are those of each engine; `seed` draws the seeds of requests
+        """`rollout` is that of each engine; `seed` draws the seeds of requests
         without one, which are those that one engine alone would draw."""
         check(len(engines) > 0, "engines={} must hold at least one")
         self._engines = dict(engines)
-        self._page = page
+        self._page, self._routes = rollout.page, rollout.routes
         self._seed = seed
         self._requests = itertools.count()
         priors = Priors(peer=PEER if cfg.peers else None)
         self._fleet = Fleet(POLICIES[cfg.policy], cfg.weights, priors)
         for name in self._engines:
-            self._fleet.add(name, slots)
+            self._fleet.add(name, rollout.slots)
         self._numbers = itertools.count()
         self._fetched = 0  # tokens
 
@@ -161,7 +167,7 @@ class Router:
         blocks = [Block(key, self._page) for key in keys]
         session = keys[0].hex() if keys else ""  # a request names none: its beginning does
         call = Call(number=number, session=session, tokens=len(ids))
-        held = {name: self._engines[name].cached_prefix(ids) for name in self._fleet.names}
+        held = {name: self._held(self._engines[name], ids) for name in self._fleet.names}
         plan = self._fleet.decide(call, blocks, held, now)
         self._fleet.sent(call, blocks, plan, now)
         return plan
@@ -189,11 +195,18 @@ class Router:
         source, target = self._engines[plan.source], self._engines[plan.instance]
         began, brought = time.monotonic(), 0
         try:
-            version = source.version
-            _, data = await source.export_prefix(ids)
-            if source.version == version == target.version:
-                before = target.cached_prefix(ids)
-                brought = max(0, await target.ingest_prefix(ids, data, version) - before)
+            version, before = source.version, self._held(target, ids)
+            start = before // self._page
+            routes = source.cached_prefix(ids)[start:]
+            _, data = await source.export_prefix(ids, start)
+            count = min(len(data), len(routes))
+            if self._routes:  # a page whose routes were not read yet would leave a gap in them
+                count = next((i for i, known in enumerate(routes[:count]) if known is None), count)
+            # Without a pause since the copy: pages of newer weights are not passed off as older.
+            if count and source.version == version == target.version:
+                pages, told = data[:count], routes[:count]
+                got = await target.ingest_prefix(ids, pages, version, start, told)
+                brought = max(0, got - before)
         except Exception:
             brought = 0
             LOG.exception("nothing came from engine %s to engine %s", plan.source, plan.instance)
@@ -210,6 +223,9 @@ class Router:
             if not self._fleet.names:
                 raise
             LOG.exception("engine %s has failed; %d remain", name, len(self._fleet.names))
+
+    def _held(self, engine: Member, ids: np.ndarray) -> int:
+        return len(engine.cached_prefix(ids)) * self._page
 
     def _out(self, name: str) -> None:
         if name in self._fleet.names:
