@@ -89,6 +89,11 @@ class RolloutConfig:
         return (0, *sorted({*powers, self.drafts}))
 
     @property
+    def modules(self) -> int:
+        """Prediction modules of the model that the engine drafts with."""
+        return self.drafts if self.speculate == "mtp" else 0
+
+    @property
     def bundle(self) -> int:
         """Slots that may read a common prefix together: a power of two that divides them all."""
         return math.gcd(self.slots, 8)

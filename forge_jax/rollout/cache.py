@@ -35,14 +35,16 @@ def pool_sharding(like: Sharding, cfg: ModelConfig) -> Sharding:
     return NamedSharding(like.mesh, jax.P(None, heads))
 
 
-def empty_pool(cfg: ModelConfig, pages: int, page: int, dtype: Any, sharding: Sharding) -> Pool:
-    """Zeroed keys and values for every layer."""
+def empty_pool(
+    cfg: ModelConfig, pages: int, page: int, dtype: Any, sharding: Sharding, modules: int = 0
+) -> Pool:
+    """Zeroed keys and values for every layer, then for every prediction module."""
     shape = (pages, cfg.kv_heads, page, cfg.head_dim)
 
     def zeros() -> Array:
         return jax.device_put(jnp.zeros(shape, dtype), sharding, may_alias=False)
 
-    return tuple((zeros(), zeros()) for _ in range(cfg.layers))
+    return tuple((zeros(), zeros()) for _ in range(cfg.layers + modules))
 
 
 def written(
@@ -141,16 +143,18 @@ def closed(
 def decode_attend(position: Int[Array, "B T"], tables: Tables, page: int) -> Attend:
     """A window of T new tokens a row over their sequences up to themselves.
 
-    What a bundle shares is read once for all of its rows, as in cascade inference.
+    Tokens behind the pages of a row, which only drafts can be, are not written. What a bundle
+    shares is read once for all of its rows, as in cascade inference.
     """
     bundles = len(tables.pages)
     index = position - before_own(tables, page)[:, None]
+    mode = "promise_in_bounds" if position.shape[1] == 1 else "drop"
 
     def attend(q: Array, k: Array, v: Array, views: Views) -> tuple[Array, Views]:
         rows, queries, heads, dim = q.shape
         scale = 1 / math.sqrt(dim)
         row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-        place: dict[str, Any] = {"mode": "promise_in_bounds", "unique_indices": True}
+        place: dict[str, Any] = {"mode": mode, "unique_indices": True}
         keys = views.own[0].at[row, :, :, index].set(k, **place)
         values = views.own[1].at[row, :, index].set(v, **place)
         parts = [gathered_attention(q, jnp.swapaxes(keys, 2, 3), values, index, scale=scale)]
@@ -174,7 +178,9 @@ def direct_attend(
     """`decode_attend` over the pages themselves, by the kernel that reads them where they are."""
     bundles = len(tables.pages)
     index = position - before_own(tables, page)[:, None]
-    target = jnp.take_along_axis(tables.own, index // page, axis=1)
+    inside = index < tables.own.shape[1] * page
+    target = jnp.take_along_axis(tables.own, jnp.where(inside, index // page, 0), axis=1)
+    target = jnp.where(inside, target, SCRATCH)
 
     def attend(q: Array, k: Array, v: Array, layer: tuple[Array, Array]) -> tuple[Array, Any]:
         rows, queries, heads, dim = q.shape
@@ -191,6 +197,15 @@ def direct_attend(
         return o.astype(q.dtype), layer
 
     return attend
+
+
+def attention_at(
+    position: Int[Array, "B T"], tables: Tables, page: int, direct: bool, mesh: Mesh | None
+) -> Attend:
+    """Attention of new tokens over pages, where they lie or in views that were `opened`."""
+    if direct:
+        return direct_attend(position, tables, page, mesh)
+    return decode_attend(position, tables, page)
 
 
 def _over_heads(mesh: Mesh | None, keys: Array, scale: float) -> Callable[..., Any]:

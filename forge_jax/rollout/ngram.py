@@ -43,6 +43,19 @@ def lookup(rows: Int[Array, "B S"], end: Int[Array, " B"], drafts: int) -> Int[A
     return jnp.where((best < 0)[:, None], NO_DRAFT, found)
 
 
+def said(
+    rows: Int[Array, "B S"],
+    end: Int[Array, " B"],
+    tokens: Int[Array, "B W"],
+    count: Int[Array, " B"],
+) -> Int[Array, "B S"]:
+    """Rows with the first `count` of their new tokens behind what they had."""
+    place = jnp.arange(tokens.shape[1])[None]
+    index = jnp.where(place < count[:, None], end[:, None] + place, rows.shape[1])
+    row = jnp.arange(len(rows))[:, None]
+    return rows.at[row, index].set(tokens, mode="drop")
+
+
 class Memory:
     """The newest completions of every prompt, on the host."""
 

@@ -80,6 +80,9 @@ class Fresh:
     choice: int
     temperature: float
     stop_ids: tuple[int, ...]  # at most STOP_IDS
+    # i32[2 context], what drafts are looked up in: earlier completions of the prompt, then the
+    # sequence so far; `ngram.NOTHING` elsewhere. None: nothing is.
+    said: np.ndarray | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -112,7 +115,8 @@ def pack_decode(
     shape: DecodeShape,
     rollout: RolloutConfig,
 ) -> np.ndarray:
-    """i32[n]: a header and a table for each row, then a count and a table for each bundle.
+    """i32[n]: a header and a table for each row, then a count and a table for each bundle, then
+    of each row what was said, where drafts are looked up in that.
 
     `bundles` has the pages that all rows of a bundle read in common, of their first tokens.
     """
@@ -132,7 +136,14 @@ def pack_decode(
     for bundle, pages in zip(shared, bundles, strict=False):
         bundle[0] = len(pages)
         bundle[1 : 1 + len(pages)] = pages
-    return np.concatenate([wide.reshape(-1), shared.reshape(-1)])
+    parts = [wide.reshape(-1), shared.reshape(-1)]
+    if rollout.speculate == "ngram":
+        said = np.zeros((shape.rows, 2 * rollout.context), np.int32)
+        for row in rows:
+            if row.fresh is not None and row.fresh.said is not None:
+                said[row.slot] = row.fresh.said
+        parts.append(said.reshape(-1))
+    return np.concatenate(parts)
 
 
 def page_buckets(rollout: RolloutConfig, ratio: int) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ step. Invariant: a row's result depends on its own row alone, whatever its slot 
 """
 
 import dataclasses
-from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -20,24 +19,24 @@ from forge_jax.collectives import Cut
 from forge_jax.models import layout, transformer
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.moe import Routing
-from forge_jax.rollout import packets
+from forge_jax.rollout import packets, speculation
 from forge_jax.rollout.cache import (
     Pool,
     Tables,
+    attention_at,
     before_own,
     closed,
-    decode_attend,
-    direct_attend,
     opened,
     prefill_attend,
 )
+from forge_jax.rollout.modules import Given, Spans, Window
 from forge_jax.rollout.packets import DecodeShape, PrefillShape, Sampled
 from forge_jax.rollout.sampling import raw_logprobs, request_key, sample
-from forge_jax.rollout.verify import NO_DRAFT, verified
+from forge_jax.rollout.speculation import Drafter
+from forge_jax.rollout.tracing import traces as traces
+from forge_jax.rollout.verify import verified
 from forge_jax.trees import pytree
 from forge_jax.types import route_dtype
-
-traces: Counter[str] = Counter()  # how often each program was traced; constant once all are warm
 
 
 @pytree
@@ -67,17 +66,20 @@ def empty_slots(size: int) -> Slots:
     )
 
 
-@partial(jax.jit, static_argnames=("cfg", "shape", "routes", "mesh"), donate_argnames="pool")
+@partial(
+    jax.jit, static_argnames=("cfg", "shape", "routes", "mesh"), donate_argnames=("pool", "drafter")
+)
 def prefill(
     params: dict[str, Any],
     pool: Pool,
+    drafter: Drafter,
     packed: Int[Array, "R C"],
     *,
     cfg: ModelConfig,
     shape: PrefillShape,
     routes: bool = False,
     mesh: Mesh | None = None,
-) -> tuple[Pool, Int[Array, "R T layers k"] | None]:
+) -> tuple[Pool, Drafter, Int[Array, "R T layers k"] | None]:
     """Writes keys and values of R spans of tokens, laid out by `packets.pack_prefill`.
 
     With `routes` the experts of the tokens come out. `mesh`, of Auto axes, is that of the arrays.
@@ -88,22 +90,27 @@ def prefill(
     tokens = packed[:, packets.PREFILL_HEADER + shape.pages :]
     place = jnp.arange(shape.tokens, dtype=jnp.int32)[None]
     positions = start[:, None] + place
-    attend = prefill_attend(table, positions, place < length[:, None], page_of(pool))
-    _, pool, routing = transformer.hidden(
-        params, tokens, positions, attend, cfg, pool, ready=_ready(mesh)
+    spans = Spans(tokens, positions, table, place < length[:, None])
+    attend = prefill_attend(table, positions, spans.real, page_of(pool))
+    layers, ready = pool[: cfg.layers], _ready(mesh)
+    h, layers, routing = transformer.hidden(
+        params, tokens, positions, attend, cfg, layers, ready=ready
     )
-    return pool, _recorded(routing, cfg) if routes else None
+    modules = pool[cfg.layers :]
+    modules, drafter = speculation.prefilled(params, modules, drafter, h, spans, cfg, ready)
+    return layers + modules, drafter, _recorded(routing, cfg) if routes else None
 
 
 @partial(
     jax.jit,
     static_argnames=("cfg", "shape", "attention", "routes", "mesh"),
-    donate_argnames=("pool", "slots"),
+    donate_argnames=("pool", "slots", "drafter"),
 )
 def decode(
     params: dict[str, Any],
     pool: Pool,
     slots: Slots,
+    drafter: Drafter,
     packed: Int[Array, " n"],
     *,
     cfg: ModelConfig,
@@ -111,59 +118,79 @@ def decode(
     attention: str = "xla",
     routes: bool = False,
     mesh: Mesh | None = None,
-) -> tuple[Pool, Slots, Sampled]:
-    """Samples up to ``steps`` times in every row of a packet of `packets.pack_decode`.
+) -> tuple[Pool, Slots, Drafter, Sampled]:
+    """Samples up to ``steps`` windows in every row of a packet of `packets.pack_decode`.
 
     Rows that the packet has nothing in do nothing, whatever they did before. With
     ``attention="pallas"`` pages are read where they are; with "xla" they are gathered first,
     once for all steps.
     """
     traces["decode"] += 1
-    rows, tables = unpacked(packed, shape, slots, page_of(pool))
     page, direct = page_of(pool), attention == "pallas"
+    packed, known = speculation.unpacked(packed, drafter, shape.rows)
+    rows, fresh, tables = unpacked(packed, shape, slots, page)
     first = rows.position - before_own(tables, page)
+    layers = speculation.layers_read(drafter, shape.drafts, cfg)
+    given = Given(
+        tables=tables,
+        page=page,
+        attend_at=partial(attention_at, tables=tables, page=page, direct=direct, mesh=mesh),
+        drafts=shape.drafts,
+        guess=partial(speculation.guessed, rows=rows),
+        cfg=cfg,
+        ready=_ready(mesh),
+    )
+    cache: Any = pool[:layers] if direct else opened(pool[:layers], tables)
+    cache, drafter = speculation.begun(params, cache, drafter, rows, fresh, known, given)
 
-    def step(carry: tuple[Any, Slots], _: None) -> tuple[tuple[Any, Slots], Sampled]:
-        cache, rows, result = decode_step(params, *carry, tables, page, cfg, direct, routes, mesh)
-        return (cache, rows), result
+    def step(carry: tuple[Any, Slots, Drafter], _: None) -> tuple[Any, Sampled]:
+        cache, rows, drafter = carry
+        drafts = speculation.proposed(drafter, rows, shape.drafts)
+        seen, cache, after, result = decode_step(
+            params, cache, rows, drafts, tables, page, cfg, direct, routes, mesh
+        )
+        cache, drafter = speculation.followed(params, cache, drafter, seen, given)
+        return (cache, after, drafter), result
 
-    cache: Any = pool if direct else opened(pool, tables)
-    (cache, rows), results = jax.lax.scan(step, (cache, rows), length=shape.steps)
-    count = shape.steps * (1 + shape.drafts)
-    pool = cache if direct else closed(pool, cache, tables, first, count)
+    (cache, rows, drafter), results = jax.lax.scan(step, (cache, rows, drafter), length=shape.steps)
+    # Modules read the newest token too, which the model does in the next call.
+    count = shape.steps * (1 + shape.drafts) + (layers > cfg.layers)
+    read = cache if direct else closed(pool[:layers], cache, tables, first, count)
+    pool = (*read, *pool[layers:])
     slots = jax.tree.map(lambda old, new: old.at[: shape.rows].set(new), slots, rows)
-    return pool, slots, results
+    return pool, slots, drafter, results
 
 
 def decode_step(
     params: dict[str, Any],
     cache: Any,
     rows: Slots,
+    drafts: Int[Array, "B W-1"],
     tables: Tables,
     page: int,
     cfg: ModelConfig,
     direct: bool = False,
     routes: bool = False,
     mesh: Mesh | None = None,
-) -> tuple[Any, Slots, Sampled]:
-    """Samples one token in every active row; the row of an idle one changes nothing.
+) -> tuple[Window, Any, Slots, Sampled]:
+    """Samples a window of tokens in every active row, as many as its drafts are right for; the
+    row of an idle one changes nothing.
 
-    `cache` is the pool where attention is `direct`, else what `opened` has made of it.
+    `cache` is the pool where attention is `direct`, else what `opened` has made of it; the part
+    of modules is left alone.
     """
-    positions = rows.position[:, None]
-    attend = (
-        direct_attend(positions, tables, page, mesh)
-        if direct
-        else decode_attend(positions, tables, page)
-    )
-    h, cache, routing = transformer.hidden(
-        params, rows.token[:, None], positions, attend, cfg, cache, ready=_ready(mesh)
+    tokens = jnp.concatenate([rows.token[:, None], jnp.maximum(drafts, 0)], axis=1)
+    positions = rows.position[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    attend = attention_at(positions, tables, page, direct, mesh)
+    h, layers, routing = transformer.hidden(
+        params, tokens, positions, attend, cfg, cache[: cfg.layers], ready=_ready(mesh)
     )
     logits = transformer.logits(params, jnp.swapaxes(h, 0, 1), cfg)  # [W, B, V]
-    drafts = jnp.full((len(rows.token), 0), NO_DRAFT, jnp.int32)
-    rows, packet = verified(logits, drafts, rows, _draw)
+    after, packet = verified(logits, drafts, rows, _draw)
+    sampled = jnp.swapaxes(packet[..., packets.SAMPLED], 0, 1)
+    seen = Window(h, sampled, after.position - rows.position, rows.position)
     chosen = jnp.swapaxes(_recorded(routing, cfg), 0, 1) if routes else None
-    return cache, rows, Sampled(packet, chosen)
+    return seen, (*layers, *cache[cfg.layers :]), after, Sampled(packet, chosen)
 
 
 def page_of(pool: Pool) -> int:
@@ -173,8 +200,9 @@ def page_of(pool: Pool) -> int:
 
 def unpacked(
     packed: Int[Array, " n"], shape: DecodeShape, slots: Slots, page: int
-) -> tuple[Slots, Tables]:
-    """The rows of a packet, those whose state is on the device from there, and its tables."""
+) -> tuple[Slots, Array, Tables]:
+    """The rows of a packet, those whose state is on the device from there; which ones are fresh,
+    bool[B]; and its tables."""
     width = packets.HEADER + shape.own
     wide = packed[: shape.rows * width].reshape(shape.rows, width)
     shared = packed[shape.rows * width :].reshape(-1, 1 + shape.shared)
@@ -194,7 +222,7 @@ def unpacked(
         # Its own table has scratch alone: that is where it writes.
         position=jnp.where(empty, before_own(tables, page), rows.position),
     )
-    return rows, tables
+    return rows, state == packets.FRESH, tables
 
 
 def _fresh(header: Int[Array, "B C"]) -> Slots:
@@ -243,13 +271,13 @@ def _recorded(routing: Routing | None, cfg: ModelConfig) -> Int[Array, "... laye
     return jnp.moveaxis(routing.experts, 0, -2).astype(route_dtype(cfg.experts))
 
 
-@partial(jax.jit, static_argnames=("cfg", "dtype"))
+@partial(jax.jit, static_argnames=("cfg", "dtype", "modules"))
 def publish(
-    params: dict[str, Any], *, cfg: ModelConfig, dtype: str | None = None
+    params: dict[str, Any], *, cfg: ModelConfig, dtype: str | None = None, modules: int = 0
 ) -> dict[str, Any]:
     """A copy of stacked parameters with layers as a tuple, as decoding wants them, in `dtype`
-    where that is said; scores of experts stay as exact as they are. Prediction modules, with
-    which the engine does not draft, are left out.
+    where that is said; scores of experts stay as exact as they are. Of the prediction modules
+    the first `modules` come along, as a tuple; the engine does not draft with the others.
 
     The copy shares no buffer with its source, so the source may be donated.
     """
@@ -261,27 +289,9 @@ def publish(
         # Said outright, so as not to rest on what jit does with outputs that are inputs.
         return jnp.copy(x if kept else x.astype(dtype))
 
-    used = {name: tree for name, tree in params.items() if name != "mtp"}
-    return layout.unstack(jax.tree_util.tree_map_with_path(copied, used), cfg)
-
-
-@jax.jit
-def export(pool: Pool, pages: Int[Array, " n"]) -> Float[Array, "n layers 2 K page D"]:
-    """A copy of some pages, all layers of each together."""
-    traces["export"] += 1
-    return jnp.stack([jnp.stack([x[pages] for x in layer], axis=1) for layer in pool], axis=1)
-
-
-@partial(jax.jit, donate_argnames="pool")
-def ingest(pool: Pool, pages: Int[Array, " n"], data: Float[Array, "n layers 2 K page D"]) -> Pool:
-    """The pool with `data`, as `export` gives it, in some of its pages."""
-    traces["ingest"] += 1
-
-    def one(index: int, layer: tuple[Array, Array]) -> tuple[Array, Array]:
-        keys, values = (
-            x.at[pages].set(data[:, index, part], mode="promise_in_bounds")
-            for part, x in enumerate(layer)
-        )
-        return keys, values
-
-    return tuple(one(i, layer) for i, layer in enumerate(pool))
+    used = {name: tree for name, tree in params.items() if name != "mtp" or modules}
+    made = layout.unstack(jax.tree_util.tree_map_with_path(copied, used), cfg)
+    if modules:
+        stacked = made["mtp"]
+        made["mtp"] = tuple(jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(modules))
+    return made

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from forge_jax.config import RolloutConfig
 from forge_jax.models.config import ModelConfig
-from forge_jax.rollout import programs
+from forge_jax.rollout import moving, programs
 from forge_jax.rollout.cache import empty_pool, pool_sharding
 from forge_jax.rollout.packets import (
     SCRATCH,
@@ -28,6 +28,7 @@ from forge_jax.rollout.packets import (
     prefill_shapes,
 )
 from forge_jax.rollout.plans import Plan, Results
+from forge_jax.rollout.speculation import Drafter, empty_drafter
 from forge_jax.rollout.tiers.fingerprint import fingerprint
 from forge_jax.sharding import automatic, mesh_of, replicated
 
@@ -59,6 +60,7 @@ class Runner:
         self._pool: Any = None
         self._slots: Any = None
         self._attention = rollout.attention  # of a decode step; settled where weights are known
+        self._drafter: Drafter = None
 
     def start(self, params: Any) -> None:
         """Publishes the first weights and allocates pool and slots beside them."""
@@ -68,8 +70,10 @@ class Runner:
         self._weights = self._copy(params)
         embed, rollout = self._weights["embed"], self._rollout
         where = pool_sharding(embed.sharding, self._cfg)
-        self._pool = empty_pool(self._cfg, rollout.pool_pages, rollout.page, embed.dtype, where)
-        self._slots = jax.device_put(programs.empty_slots(rollout.slots), replicated(where))
+        sizes = (rollout.pool_pages, rollout.page, embed.dtype, where, rollout.modules)
+        self._pool = empty_pool(self._cfg, *sizes)
+        made = programs.empty_slots(rollout.slots), empty_drafter(rollout, self._cfg, embed.dtype)
+        self._slots, self._drafter = jax.device_put(made, replicated(where))
         if self._attention == "auto":
             [platform] = {device.platform for device in embed.devices()}
             self._attention = "pallas" if platform == "tpu" else "xla"
@@ -136,7 +140,7 @@ class Runner:
     def stage(self, pages: Sequence[int]) -> list[jax.Array]:
         """Copies of pages as they are after the calls dispatched so far, `MOVED` in each array;
         any thread may read these, as none may read the pool."""
-        return [programs.export(self._pool, chunk) for chunk, _ in _chunks(pages)]
+        return [moving.export(self._pool, chunk) for chunk, _ in _chunks(pages)]
 
     def export(self, pages: Sequence[int]) -> np.ndarray:
         """What pages hold, on the host: [n, layers, 2, K, page, D], keys before values."""
@@ -151,7 +155,7 @@ class Runner:
             part = data[start : start + MOVED]
             padded = np.zeros((MOVED, *data.shape[1:]), data.dtype)
             padded[: len(part)] = part
-            self._pool = programs.ingest(self._pool, chunk, padded)
+            self._pool = moving.ingest(self._pool, chunk, padded)
 
     def _dispatch(self, plan: Plan) -> Flight:
         began = time.monotonic()
@@ -171,9 +175,10 @@ class Runner:
         )
 
     def _prefill(self, packet: np.ndarray, shape: PrefillShape) -> Any:
-        self._pool, routes = programs.prefill(
+        self._pool, self._drafter, routes = programs.prefill(
             self._weights,
             self._pool,
+            self._drafter,
             packet,
             cfg=self._cfg,
             shape=shape,
@@ -183,10 +188,11 @@ class Runner:
         return routes
 
     def _decode(self, packet: np.ndarray, shape: DecodeShape) -> Sampled:
-        self._pool, self._slots, result = programs.decode(
+        self._pool, self._slots, self._drafter, result = programs.decode(
             self._weights,
             self._pool,
             self._slots,
+            self._drafter,
             packet,
             cfg=self._cfg,
             shape=shape,
@@ -203,7 +209,12 @@ class Runner:
         if self._rollout.store is not None:
             self.digest = fingerprint(placed)
         return jax.block_until_ready(
-            programs.publish(placed, cfg=self._cfg, dtype=self._rollout.dtype)
+            programs.publish(
+                placed,
+                cfg=self._cfg,
+                dtype=self._rollout.dtype,
+                modules=self._rollout.modules,
+            )
         )
 
 

@@ -7,7 +7,7 @@ from small_engine import SMALL, log_softmax, teacher_logits, weights
 
 from forge_jax.config import RolloutConfig
 from forge_jax.models.layout import layout
-from forge_jax.rollout import packets, programs
+from forge_jax.rollout import moving, packets, programs
 from forge_jax.rollout.cache import empty_pool, pool_sharding
 from forge_jax.rollout.packets import (
     DecodeRow,
@@ -44,19 +44,21 @@ class Device:
 
     def prefill(self, shape: PrefillShape, *spans: Span) -> None:
         packet = pack_prefill(spans, shape, ROLLOUT)
-        self.pool, _ = programs.prefill(self.weights, self.pool, packet, cfg=SMALL, shape=shape)
+        self.pool, *_ = programs.prefill(
+            self.weights, self.pool, None, packet, cfg=SMALL, shape=shape
+        )
 
     def decode(
         self, shape: DecodeShape, rows: list[DecodeRow], bundles: list[list[int]] | None = None
     ) -> np.ndarray:
         packet = pack_decode(rows, bundles or [], shape, ROLLOUT)
-        self.pool, self.slots, result = programs.decode(
-            self.weights, self.pool, self.slots, packet, cfg=SMALL, shape=shape
+        self.pool, self.slots, _, result = programs.decode(
+            self.weights, self.pool, self.slots, None, packet, cfg=SMALL, shape=shape
         )
         return np.asarray(result.packet)[:, 0]  # [K, B, 4]
 
     def page(self, index: int) -> np.ndarray:
-        return np.asarray(programs.export(self.pool, np.array([index])))[0]
+        return np.asarray(moving.export(self.pool, np.array([index])))[0]
 
 
 def prompt(seed: int) -> np.ndarray:
@@ -166,9 +168,9 @@ def test_pages_move(alone):
     """Exported and put into other pages of another device they are the same prefix."""
     there, here = Device(), Device()
     there.prefill(WHOLE, span(prompt(0), TABLES[0]))
-    data = programs.export(there.pool, np.array(TABLES[0][:3]))
+    data = moving.export(there.pool, np.array(TABLES[0][:3]))
     moved = [30, 20, 10]
-    here.pool = programs.ingest(here.pool, np.array(moved), np.asarray(data))
+    here.pool = moving.ingest(here.pool, np.array(moved), np.asarray(data))
     table = [*moved, *TABLES[0][3:]]
     here.prefill(PARTS, span(prompt(0), table, 12))
     result = here.decode(APART, [row(0, prompt(0), table)])
@@ -200,11 +202,13 @@ def test_pages_read_where_they_are_are_pages_gathered(axes: dict[str, int]) -> N
         ]
         for given in spans:
             packet = pack_prefill([given], prefix, rollout)
-            pool, _ = programs.prefill(taken, pool, packet, cfg=SMALL, shape=prefix, mesh=mesh)
+            pool, *_ = programs.prefill(
+                taken, pool, None, packet, cfg=SMALL, shape=prefix, mesh=mesh
+            )
         rows = [row(slot, tokens, table, 1, slot) for slot, table in tables.items()]
         packet = pack_decode(rows, [[1]], shape, rollout)
-        pool, slots, result = programs.decode(
-            taken, pool, slots, packet, cfg=SMALL, shape=shape, attention=attention, mesh=mesh
+        pool, slots, _, result = programs.decode(
+            taken, pool, slots, None, packet, cfg=SMALL, shape=shape, attention=attention, mesh=mesh
         )
         found[attention] = np.asarray(result.packet)[:, 0], jax.tree.map(np.asarray, pool)
     for slot in tables:
