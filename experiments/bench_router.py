@@ -198,7 +198,8 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         axis.set(yscale="log", ylabel=f"{words} TTFT over that of {base}")
         axis.grid(alpha=0.25)
     axis.set_xticks(range(len(places)), [f"{name}, {n}" for name, n in places], rotation=60)
-    figure.axes[0].legend(fontsize=8, ncols=len(policies))
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", fontsize=8, ncols=len(policies))
     figure.savefig(path, dpi=120)
 
 
