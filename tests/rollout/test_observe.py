@@ -235,3 +235,14 @@ def test_a_server_watches_as_it_is_told(tmp_path: Path) -> None:
         pass
     with pytest.raises(ValueError, match=r"still_seconds=0\.0"):
         WatchConfig(still_seconds=0.0)
+
+
+def test_tokens_that_come_together_share_the_time_before_them() -> None:
+    exposition = Exposition("tiny", dict)
+    chunk = Chunk(
+        ids=np.zeros(4, np.int32), logprobs=np.zeros(4, np.float32), versions=np.zeros(4, np.int32)
+    )
+    exposition.told(Seen(number=0, prompt=1, arrived=0.0), chunk, 2.0)
+    found = lines_of(exposition.text())
+    name = 'vllm:inter_token_latency_seconds_%s{model_name="tiny"}'
+    assert (found[name % "count"], found[name % "sum"]) == (4, 2.0)
