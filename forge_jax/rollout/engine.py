@@ -25,8 +25,9 @@ from forge_jax.rollout.keys import root_key
 from forge_jax.rollout.passage import Passage
 from forge_jax.rollout.runner import Flight, Runner
 from forge_jax.rollout.scheduler import Scheduler
+from forge_jax.rollout.stats import gauges
 from forge_jax.rollout.stop import StopStrings
-from forge_jax.types import Chunk, Finish, Refused, Request
+from forge_jax.types import Chunk, Refused, Request
 
 T = TypeVar("T")
 
@@ -97,25 +98,8 @@ class RolloutEngine:
 
     def stats(self) -> Mapping[str, float]:
         """Gauges and running totals, for logs and metrics."""
-        scheduler = self._scheduler
-        counts, memory = scheduler.counts, scheduler.memory
-        rounds = counts["slot_rounds"]
         return {
-            "requests_running": scheduler.running,
-            "requests_waiting": scheduler.waiting,
-            "requests_submitted": counts["submitted"],
-            **{f"requests_{finish}": counts[finish] for finish in Finish},
-            "preemptions": counts["preemptions"],
-            "tokens_sampled": counts["sampled"],
-            "tokens_prefilled": counts["prefill_tokens"],
-            "tokens_cached": counts["cached_tokens"],
-            "prefill_calls": counts["prefill_calls"],
-            "decode_calls": counts["decode_calls"],
-            "slot_utilisation": counts["busy_slot_rounds"] / rounds if rounds else 0.0,
-            "pages_total": memory.pool.total,
-            "pages_free": memory.pool.free,
-            "pages_cached": memory.tree.evictable,
-            "pages_shared": memory.tree.locked,
+            **gauges(self._scheduler),
             "swaps": self._runner.swaps,
             "weight_version": self.version,
             "programs_traced": programs.traces.total(),

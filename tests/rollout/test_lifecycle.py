@@ -1,6 +1,7 @@
 """Laws of the engine as a whole: every request ends once, whatever happens around it."""
 
 import asyncio
+import dataclasses
 import random
 from collections import Counter
 from contextlib import aclosing, suppress
@@ -117,9 +118,10 @@ def test_tokens_after_a_swap_come_from_the_new_weights() -> None:
     """Under load: versions never go back, and the old keys and values stay in use."""
     versions = {0: weights(0), 1: weights(1), 5: weights(2)}
     prompts = [prompt(i, 1 + i) for i in range(12)]
+    longer = dataclasses.replace(NARROW, context=32)
 
     async def run() -> list[Completion]:
-        async with served(NARROW) as engine, asyncio.TaskGroup() as group:
+        async with served(longer) as engine, asyncio.TaskGroup() as group:
             tasks = [group.create_task(complete(engine, ask(p, seed=1))) for p in prompts]
             for version in (1, 5):
                 sampled = engine.stats()["tokens_sampled"]
