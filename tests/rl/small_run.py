@@ -20,7 +20,7 @@ def config(warm: int = 10, **sched: Any) -> TrainConfig:
         task="hop",
         steps=3,
         warm=WarmConfig(steps=warm, batch=16, gate=0.0),
-        rollout=RolloutConfig(slots=16, context=64, decode_steps=4),
+        rollout=RolloutConfig(slots=16, context=64, decode_steps=4, deterministic=True),
         sched=SchedConfig(**(sizes | sched)),
         pack=PackConfig(bucket_ratio=2.0),
         eval=EvalConfig(episodes=4, concurrency=4),
