@@ -104,12 +104,14 @@ class Router:
 
     def stats(self) -> Mapping[str, float]:
         """Sums over the engines; of some numbers means, of the version the least."""
-        names = self._live()
-        told = [self._engines[name].stats() for name in names]
+        told = [self._engines[name].stats() for name in self._live()]
         found: dict[str, float] = {key: sum(one[key] for one in told) for key in told[0]}
         found |= {key: found[key] / len(told) for key in MEANS if key in found}
         found |= {key: min(one[key] for one in told) for key in LEASTS if key in found}
-        return found | {"router_engines": len(names), "router_tokens_fetched": self._fetched}
+        return found | {
+            "router_engines": len(self._fleet.names),
+            "router_tokens_fetched": self._fetched,
+        }
 
     async def warm_up(self) -> None:
         """Compiles every shape of every engine."""
