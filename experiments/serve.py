@@ -53,6 +53,8 @@ class Sizes:
     deterministic: bool = False
     decode_steps: int = 4
     dtype: str | None = None
+    host_pages: int = 0
+    store: str | None = None
 
     def __post_init__(self) -> None:
         self.of(1)
@@ -70,6 +72,8 @@ class Sizes:
             deterministic=self.deterministic,
             decode_steps=self.decode_steps,
             dtype=self.dtype,
+            host_pages=self.host_pages,
+            store=self.store,
         )
 
 
@@ -86,6 +90,7 @@ class Config:
     seed: int = 0  # initialises a preset, and draws the seeds of requests without one
     rollout: Sizes = field(default_factory=Sizes)
     mesh: MeshConfig = field(default_factory=MeshConfig)  # that each real engine runs on
+    prefill: MeshConfig | None = None  # of further devices, that prompts are computed on
     replicas: int = 1  # engines; a router spreads requests over several
     router: RouterConfig = field(default_factory=RouterConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
@@ -107,7 +112,7 @@ class Config:
             f"replicas={self.replicas} goes with engine=real: one engine=scripted is enough",
         )
         check(
-            not scripted or self.mesh == MeshConfig(),
+            not scripted or (self.mesh == MeshConfig() and self.prefill is None),
             "mesh goes with engine=real: engine=scripted computes nothing that it could cut",
         )
 
@@ -170,13 +175,21 @@ async def scripted_engine(cfg: Config) -> AsyncIterator[Opened]:
 async def real_engine(cfg: Config) -> AsyncIterator[Opened]:
     """Compiled rollout engines on the model, a router before them if they are several; the
     fault of the last one ends the block."""
+    import jax
+
     from experiments.models import resolve
+    from forge_jax.rollout.disaggregated import DisaggregatedEngine
     from forge_jax.rollout.engine import RolloutEngine
+    from forge_jax.sharding import mesh_from
 
     assert cfg.model is not None
     engines: dict[str, RolloutEngine] = {}
     with ExitStack() as stack:
-        for number, mesh in enumerate(meshes(cfg)):
+        places = meshes(cfg)
+        used = sum(mesh.size for mesh in places)
+        if cfg.prefill is not None:
+            places = [*places, mesh_from(cfg.prefill, jax.devices()[used:])]
+        for number, mesh in enumerate(places):
             model = resolve(cfg.model, cfg.seed, mesh=mesh)
             sizes = cfg.rollout.of(model.cfg.max_context)
             most = model.cfg.max_context
@@ -193,8 +206,11 @@ async def real_engine(cfg: Config) -> AsyncIterator[Opened]:
                 device=stack.enter_context(ThreadPoolExecutor(1, f"device-{number}")),
                 seed=cfg.seed,
             )
-        engine: RolloutEngine | Router = engines["0"]
-        if len(engines) > 1:
+        engine: RolloutEngine | Router | DisaggregatedEngine = engines["0"]
+        if cfg.prefill is not None:
+            *decode, prefill = engines.values()
+            engine = DisaggregatedEngine([prefill], decode, sizes)
+        elif len(engines) > 1:
             engine = Router(engines, sizes, cfg.router, cfg.seed)
         print(f"{model.name}: compiling", file=sys.stderr, flush=True)
         await engine.warm_up()

@@ -7,6 +7,7 @@ from forge_jax.loading import UserError as UserError
 from forge_jax.loading import check as check
 from forge_jax.loading import load as load
 from forge_jax.parts import ADAPTABLE as ADAPTABLE
+from forge_jax.parts import HostsConfig as HostsConfig
 from forge_jax.parts import LoraConfig as LoraConfig
 from forge_jax.parts import MoeConfig as MoeConfig
 from forge_jax.parts import MtpConfig as MtpConfig
@@ -225,29 +226,6 @@ class MeshConfig:
     def places(self) -> int:
         """Micro-batches computed at once."""
         return self.slice * self.data * self.fsdp * self.expert
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostsConfig:
-    """The processes that one mesh spans, one on each host."""
-
-    coordinator: str | None = None  # HOST:PORT of process 0; auto: the cluster tells; null: alone
-    processes: int | None = None  # how many there are; null: the cluster tells
-    process: int | None = None  # number of this one
-
-    def __post_init__(self) -> None:
-        told = self.coordinator is not None and self.coordinator != "auto"
-        for name in ("processes", "process"):
-            value = getattr(self, name)
-            check(
-                told == (value is not None),
-                f"{name}={value}: coordinator=HOST:PORT, processes and process go together",
-            )
-        if self.processes is not None and self.process is not None:
-            check(
-                0 <= self.process < self.processes,
-                f"process={self.process} must be from 0 to processes={self.processes} - 1",
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""Configurations of what is trained beside a model, in place of it, and of its experts."""
+"""Configurations of what is trained beside a model, in place of it, and of its experts; of the
+processes that share a mesh."""
 
 from dataclasses import dataclass
 
@@ -67,3 +68,26 @@ class MoeConfig:
             f"rate={self.rate} must be {'> 0' if self.balance != 'none' else '0'} "
             f"where balance={self.balance}",
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostsConfig:
+    """The processes that one mesh spans, one on each host."""
+
+    coordinator: str | None = None  # HOST:PORT of process 0; auto: the cluster tells; null: alone
+    processes: int | None = None  # how many there are; null: the cluster tells
+    process: int | None = None  # number of this one
+
+    def __post_init__(self) -> None:
+        told = self.coordinator is not None and self.coordinator != "auto"
+        for name in ("processes", "process"):
+            value = getattr(self, name)
+            check(
+                told == (value is not None),
+                f"{name}={value}: coordinator=HOST:PORT, processes and process go together",
+            )
+        if self.processes is not None and self.process is not None:
+            check(
+                0 <= self.process < self.processes,
+                f"process={self.process} must be from 0 to processes={self.processes} - 1",
+            )

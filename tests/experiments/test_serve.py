@@ -109,10 +109,18 @@ def test_a_scripted_server(tmp_path: Path) -> None:
         assert not os.path.exists(key_file)
 
 
+APART = ("mesh.data=2", "prefill={tensor: 2}", "rollout.store=memory://", "rollout.host_pages=9")
+
+
 @pytest.mark.parametrize(
     "mesh",
-    [(), ("mesh.data=2", "mesh.tensor=2"), pytest.param(("replicas=2",), marks=pytest.mark.slow)],
-    ids=["one", "mesh", "replicas"],
+    [
+        (),
+        ("mesh.data=2", "mesh.tensor=2"),
+        APART,
+        pytest.param(("replicas=2",), marks=pytest.mark.slow),
+    ],
+    ids=["one", "mesh", "apart", "replicas"],
 )
 def test_a_real_server(mesh: tuple[str, ...]) -> None:
     options = ("model=quick", "admin_key=secret", "rollout.slots=2", "rollout.context=32")
