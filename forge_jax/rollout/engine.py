@@ -40,6 +40,11 @@ def check_model(rollout: RolloutConfig, cfg: ModelConfig) -> None:
         )
     if rollout.routes and not cfg.experts:
         raise UserError("rollout.routes=True: the model has no experts to record")
+    if rollout.modules > cfg.mtp:
+        raise UserError(
+            f"rollout.drafts={rollout.drafts} with rollout.speculate=mtp: the model has "
+            f"{cfg.mtp} prediction modules"
+        )
 
 
 class RolloutEngine:
@@ -104,6 +109,7 @@ class RolloutEngine:
             "weight_version": self.version,
             "programs_traced": programs.traces.total(),
             **self._passage.stats(),
+            **scheduler.speculator.stats(),
         }
 
     async def warm_up(self) -> None:

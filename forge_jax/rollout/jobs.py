@@ -68,6 +68,7 @@ class Stay:
     on_device: bool = False  # the slot's state is there
     least: int = 0  # tokens that unread calls sample if it does not end
     most: int = 0  # ... and at most
+    followed: bool = True  # whatever drafts for it knows all of its tokens
     over: bool = False  # the slot and the pages are someone else's now
 
     @property

@@ -4,11 +4,14 @@ Stays flow in, packed calls flow out, and the stays note what was asked for them
 row's table has the pages of its own sequence in order, and room for all that the call may write.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cache
 
+import numpy as np
+
 from forge_jax.config import RolloutConfig
-from forge_jax.rollout.jobs import Stay
+from forge_jax.rollout.jobs import Job, Stay
 from forge_jax.rollout.packets import (
     DecodeRow,
     DecodeShape,
@@ -88,8 +91,14 @@ def reach(stay: Stay, cfg: RolloutConfig) -> int:
     return min(stay.job.length + stay.most + window(cfg), stay.job.total)
 
 
-def plan_decode(stays: Sequence[Stay], drafts: int, cfg: RolloutConfig) -> Decode:
-    """A call that samples in all of `stays`, with `drafts` tokens guessed before each step."""
+def plan_decode(
+    stays: Sequence[Stay],
+    drafts: int,
+    cfg: RolloutConfig,
+    said: Callable[[Job], np.ndarray | None],
+) -> Decode:
+    """A call that samples in all of `stays`, with `drafts` tokens guessed before each step, where
+    they are looked up in what is `said` of a job."""
     owners: list[Stay | None] = [None] * cfg.slots
     for stay in stays:
         owners[stay.slot] = stay
@@ -109,7 +118,7 @@ def plan_decode(stays: Sequence[Stay], drafts: int, cfg: RolloutConfig) -> Decod
         bundle = stay.slot // cfg.bundle
         table, count = stay.table, counts[bundle]
         bundles[bundle] = table[:count]
-        packed.append(_row(stay, table[count : count + shape.own]))
+        packed.append(_row(stay, table[count : count + shape.own], said))
         stay.on_device = True
         stay.least += cfg.decode_steps
         stay.most += cfg.decode_steps * (1 + drafts)
@@ -117,8 +126,10 @@ def plan_decode(stays: Sequence[Stay], drafts: int, cfg: RolloutConfig) -> Decod
     return Decode(shape=shape, packet=packet, owners=tuple(owners[:rows]))
 
 
-def _row(stay: Stay, table: Sequence[int]) -> DecodeRow:
-    fresh = None if stay.on_device else stay.job.row()
+def _row(stay: Stay, table: Sequence[int], said: Callable[[Job], np.ndarray | None]) -> DecodeRow:
+    job, fresh = stay.job, None
+    if not stay.on_device:
+        fresh = dataclasses.replace(job.row(), said=said(job))
     return DecodeRow(slot=stay.slot, position=stay.job.length - 1, fresh=fresh, table=table)
 
 

@@ -53,5 +53,6 @@ class Results:
     plan: Plan
     version: int  # of the weights
     began: float  # when it was dispatched, on the clock of the submissions
+    ended: float  # when it was read
     routes: tuple[Any, ...]  # int[R, T, layers, k] of each prefill call. None: not recorded
     block: Sampled | None  # None where the plan did not decode

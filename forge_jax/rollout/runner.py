@@ -172,6 +172,7 @@ class Runner:
             block=block,
             version=flight.version,
             began=flight.began,
+            ended=time.monotonic(),
         )
 
     def _prefill(self, packet: np.ndarray, shape: PrefillShape) -> Any:

@@ -14,8 +14,9 @@ from forge_jax.rollout.jobs import Job, Stay
 from forge_jax.rollout.memory import Memory
 from forge_jax.rollout.placement import place
 from forge_jax.rollout.planning import plan_decode, plan_prefill, reach, window
-from forge_jax.rollout.plans import Plan, Prefill, Results
+from forge_jax.rollout.plans import Decode, Plan, Prefill, Results
 from forge_jax.rollout.reading import chunk_of, read_prefills, routes_of, sampled_by
+from forge_jax.rollout.speculator import Speculator
 from forge_jax.types import Chunk, Finish
 
 PREFILLS = 8  # prefill calls of a round while nothing is decoded; fewer as more is
@@ -29,6 +30,7 @@ class Scheduler:
         """`root` is the key of the weights, see `keys.root_key`."""
         self._cfg = cfg
         self.memory = Memory(cfg, root)
+        self.speculator = Speculator(cfg)
         self.admitting = True  # False: no waiting request gets a slot
         self.paused = False  # True: nothing is planned
         self._waiting: OrderedDict[int, Job] = OrderedDict()
@@ -110,7 +112,7 @@ class Scheduler:
         self._admit()  # mates of the last prefill may lack nothing
         self._grow()
         ready = [stay for stay in self._stays.values() if stay.ready]
-        decode = plan_decode(ready, 0, self._cfg) if ready else None
+        decode = self._decode(ready) if ready else None
         self._count(calls, decode is not None)
         if not calls and decode is None:
             return None
@@ -123,6 +125,7 @@ class Scheduler:
         number: the weights are broken.
         """
         read_prefills(results, self._cfg.page)
+        self.speculator.read(results)
         decode, block = results.plan.decode, results.block
         if decode is None or block is None:
             return []
@@ -136,6 +139,9 @@ class Scheduler:
             if chunk is not None:
                 chunks.append((stay.job.number, chunk))
         return chunks
+
+    def _decode(self, ready: list[Stay]) -> Decode:
+        return plan_decode(ready, self.speculator.depth(ready), self._cfg, self.speculator.said)
 
     def audit(self) -> None:
         """Raises AssertionError unless every page and slot has one place."""
@@ -204,6 +210,7 @@ class Scheduler:
         del self._stays[stay.job.number]
 
     def _end(self, job: Job, finish: Finish) -> None:
+        self.speculator.ended(job)
         if job.number in self._stays:
             self._leave(self._stays[job.number])
         else:

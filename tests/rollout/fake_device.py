@@ -61,7 +61,9 @@ class FakeDevice:
     def run(self, plan: Plan) -> Results:
         routes = tuple(self._prefill(call) for call in plan.prefills)
         block = None if plan.decode is None else self._decode(plan.decode)
-        return Results(plan=plan, version=self.version, began=0.0, routes=routes, block=block)
+        return Results(
+            plan=plan, version=self.version, began=0.0, ended=0.0, routes=routes, block=block
+        )
 
     def check(self, stay: Any, table: np.ndarray, tokens: Any) -> None:
         """The first places of a table hold `tokens`, computed since the stay began."""
