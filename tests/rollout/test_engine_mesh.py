@@ -66,9 +66,10 @@ def sampled(cfg: ModelConfig, axes: dict[str, int]) -> tuple[np.ndarray, np.ndar
     weights, pool, slots = arrays(cfg, axes)
     static = {"cfg": cfg, "routes": bool(cfg.experts), "mesh": mesh_of(weights)}
     read, sample = work(cfg)
-    pool, before = programs.prefill(weights, pool, read, shape=READ, **static)
-    decode = programs.decode.lower(weights, pool, slots, sample, shape=SAMPLE, **static).compile()
-    pool, _, block = decode(weights, pool, slots, sample)
+    pool, _, before = programs.prefill(weights, pool, None, read, shape=READ, **static)
+    lowered = programs.decode.lower(weights, pool, slots, None, sample, shape=SAMPLE, **static)
+    decode = lowered.compile()
+    pool, _, _, block = decode(weights, pool, slots, None, sample)
     assert pool[0][0].sharding.is_equivalent_to(pool_sharding(weights["embed"].sharding, cfg), 4)
     packet, routes, before = jax.device_get((block.packet, block.routes, before))
     if not cfg.experts:

@@ -113,7 +113,7 @@ def test_what_leaves_the_device_is_one_packet_where_no_routes_are_asked_for(para
     shape = decode_shapes(ROLLOUT)[0]
     decode = partial(programs.decode.__wrapped__, cfg=CFG, shape=shape)
     weights = jax.eval_shape(partial(programs.publish, cfg=CFG), params)
-    slots = programs.empty_slots(ROLLOUT.slots)
-    *_, sampled = jax.eval_shape(decode, weights, pool, slots, pack_decode([], [], shape, ROLLOUT))
+    slots, packet = programs.empty_slots(ROLLOUT.slots), pack_decode([], [], shape, ROLLOUT)
+    *_, sampled = jax.eval_shape(decode, weights, pool, slots, None, packet)
     assert sampled.routes is None
     assert sampled.packet.shape == (shape.steps, 1, shape.rows, 4)
