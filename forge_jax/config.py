@@ -34,7 +34,7 @@ class RolloutConfig:
     prefix_cache: bool = True  # read what other requests have computed of a prompt
     deterministic: bool = False  # one shape a program: the same bits whatever is cached
     update: str = "keep"  # what new weights do to running requests: keep | recompute | wait | abort
-    attention: str = "auto"  # of a decode step: auto | xla | pallas
+    attention: str = "auto"  # over pages: auto (by the device) | xla | pallas
     host_pages: int = 0  # pages kept in host memory when they leave the device; 0: none
     store: str | None = None  # where pages are kept that engines share: see docs/rollout.md
     speculate: str = "off"  # what drafts tokens for the model to verify: off | mtp | ngram

@@ -1,14 +1,14 @@
-"""A step of decoding: one token for every slot, with caches full up to a context.
+"""A step of decoding: one token for every slot, with pages full up to a context.
 
 A model, a mesh and a plan go in; the engine's program, traced, and its closed form come out. The
-compiler cuts the program over the mesh, by how weights and caches lie: slots over the places of
-the mesh, heads over "tensor".
+compiler cuts the program over the mesh, by how weights and pages lie: heads over "tensor". Every
+place of the mesh has all pages, and attends to them for all slots.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,16 @@ from experiments.planning.estimate import Rough
 from experiments.planning.programs import Program
 from experiments.planning.topology import Topology
 from forge_jax.collectives import Axes
-from forge_jax.config import MeshConfig
+from forge_jax.config import MeshConfig, RolloutConfig
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.experts import ROWS
+from forge_jax.rollout import packets
 from forge_jax.rollout import programs as engine
-from forge_jax.rollout.cache import cache_sharding
-from forge_jax.sharding import PLACES, automatic, cuts, replicated
+from forge_jax.rollout.cache import pool_sharding
+from forge_jax.sharding import automatic, cuts, replicated
 from forge_jax.trees import Param
+
+PAGE = 128  # tokens of a page: large ones suit a TPU, which copies each by itself
 
 # Experts' matrices that the compiler copies in every step, as its kernels want them laid out.
 LAID_ANEW = ("gate", "up")
@@ -43,20 +46,28 @@ def programs(
     )
     params = {**stacked, "layers": (abstract.one_layer(stacked["layers"]),) * model.layers}
     count, where = slots(cfg, topology), stacked["embed"].sharding
-    shape = (count, model.kv_heads, cfg.context, model.head_dim)
-    keys = jax.ShapeDtypeStruct(
-        shape, jnp.dtype(cfg.dtype), sharding=cache_sharding(where, model, count)
+    rollout = RolloutConfig(slots=count, context=cfg.context, page=PAGE, chunk=PAGE)
+    own = rollout.sequence_pages
+    shape = packets.DecodeShape(rows=count, shared=0, own=own, steps=1, drafts=0)
+    pages = jax.ShapeDtypeStruct(
+        (count * own + 1, model.kv_heads, PAGE, model.head_dim),
+        jnp.dtype(cfg.dtype),
+        sharding=pool_sharding(where, model),
     )
-    states: Any = jax.tree.map(
+    packet = packets.pack_decode([], [], shape, rollout)
+    states, packed = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(where)),
-        jax.eval_shape(lambda: engine.empty_slots(count)),
+        jax.eval_shape(lambda: (engine.empty_slots(count), jnp.asarray(packet))),
     )
     traced = engine.decode.trace(
         params,
-        ((keys, keys),) * model.layers,
+        ((pages, pages),) * model.layers,
         states,
+        None,
+        packed,
         cfg=model,
-        steps=1,
+        shape=shape,
+        attention="pallas",
         mesh=where.mesh if isinstance(where, NamedSharding) else None,
     )
     names = {"arguments": "weights and cache"}
@@ -72,7 +83,7 @@ def model_flops(model: ModelConfig, cfg: PlanConfig, topology: Topology) -> floa
 def rough(
     model: ModelConfig, mesh: Mesh, sizes: MeshConfig, cfg: PlanConfig, topology: Topology
 ) -> Rough:
-    """A step in closed form: weights and caches are read once.
+    """A step in closed form: weights and pages are read once.
 
     Weights stay where they are, but for experts cut along their width, which are lent.
     """
@@ -81,7 +92,7 @@ def rough(
     stored = sum(weight.stored for weight in of.weights) * of.bytes
     come = sum(weight.used * weight.layers - weight.stored for weight in lent) * of.bytes
     cache = 2 * share.here * model.layers * of.kv_heads * cfg.context * model.head_dim * of.bytes
-    logits = share.met * model.vocab / sizes.tensor * estimate.WIDE
+    logits = share.here * model.vocab / sizes.tensor * estimate.WIDE
     whole = max((weight.used for weight in lent), default=0.0) * of.bytes
     memory = {"weights": stored, "cache": cache, "working": whole + 4 * logits}
     sent: dict[Sent, float] = defaultdict(float)
@@ -100,30 +111,20 @@ def rough(
 class Share(NamedTuple):
     """The slots that a device has to do with."""
 
-    here: float  # whose caches it holds
-    met: float  # whose residual streams meet its part of the weights
+    here: float  # whose pages it reads: all of them
     routed: float  # whose tokens go over its experts
-    places: Axes  # along which caches are cut, and streams too
     width: Axes  # along which the model's width is cut: of weights, so of streams
 
 
 def dealt(
     model: ModelConfig, mesh: Mesh, sizes: MeshConfig, cfg: PlanConfig, topology: Topology
 ) -> Share:
-    """How the engine deals slots out: see `cache_sharding`, `transformer.block` and `moe`."""
+    """How the engine deals slots out: see `pool_sharding`, `transformer.block` and `moe`."""
     count = slots(cfg, topology)
     [width] = cuts(Param((model.embed,), ("embed",), 0.0), mesh)
-    even = count % sizes.places == 0
-    places = tuple(axis for axis in width if axis in PLACES) if even else ()
     apart = sizes.places // sizes.expert * sizes.context
-    here = count / sizes.places if even else float(count)
-    return Share(
-        here=here,
-        met=here * math.prod(mesh.shape[axis] for axis in places),
-        routed=count / apart if count % apart == 0 else float(count),
-        places=places,
-        width=width,
-    )
+    routed = count / apart if count % apart == 0 else float(count)
+    return Share(here=float(count), routed=routed, width=width)
 
 
 def _lent(weight: estimate.Weight, model: ModelConfig) -> bool:
@@ -135,19 +136,16 @@ def _collectives(
 ) -> Iterator[tuple[str, Axes, float, bool]]:
     """Kind, axes, and bytes of the whole of each array, and whether it is of weights: large ones.
 
-    Streams are cut as the width of the weights is. Products of parts are summed over it, the
-    slots that share a device's places first, and what attention made for these is gathered.
+    Streams are cut as the width of the weights is. Products of parts are summed over it.
     """
     m, b = of.model, of.bytes
-    inner = tuple(axis for axis in share.width if axis not in share.places)
-    part = share.met * m.embed / of.ranks(*share.width)
+    part = share.here * m.embed / of.ranks(*share.width)
     made = (of.heads + 2 * of.kv_heads) * m.head_dim * m.layers * b
     made += 0 if m.experts else 2 * m.ffn / sizes.tensor * m.layers * b
     made += m.vocab / sizes.tensor * estimate.WIDE
-    yield "psum", share.places, share.met * made, False
-    yield "psum", inner, share.here * made, False
-    attended = share.met * of.heads * m.head_dim * m.layers * b
-    yield "all_gather", share.places, attended, False
+    yield "psum", share.width, share.here * made, False
+    sampled = 2 * math.sqrt(m.vocab) * estimate.WIDE  # a block of the vocabulary: see `sample`
+    yield "psum", ("tensor",), share.here * sampled, False
     yield "psum", ("tensor",), part * b * (1 + (1 if m.experts else 2) * m.layers), False
     if not m.experts:
         return
@@ -161,7 +159,7 @@ def _collectives(
 
 
 def _products(of: estimate.Sizes, share: Share, sizes: MeshConfig) -> float:
-    """FLOPs: of attention for the caches that are here, of experts for chunks of whole rows."""
+    """FLOPs: of attention for the heads that are here, of experts for chunks of whole rows."""
     m = of.model
     attention = 4 * share.here * m.layers * of.heads * m.head_dim * of.context
     dense = sum(
@@ -170,7 +168,7 @@ def _products(of: estimate.Sizes, share: Share, sizes: MeshConfig) -> float:
         if weight.name in ("q", "k", "v", "o")
         or (weight.name in estimate.EXPERTS and not m.experts)
     )
-    linear = 2 * share.met * (dense + of.top / of.ranks(*share.width))
+    linear = 2 * share.here * (dense + of.top / of.ranks(*share.width))
     if not m.experts:
         return attention + linear
     rows = math.ceil(share.routed * m.experts_per_token / ROWS) * ROWS

@@ -28,8 +28,14 @@ def paged_attention(
 
     Position p of a row is place ``p % page`` of page ``table[p // page]``. "xla" gathers the
     pages; "pallas" is the kernel for TPU, which reads them where they are, and which other
-    devices only interpret. Raises ValueError on an unknown implementation.
+    devices only interpret. Raises ValueError on an unknown implementation and where shapes
+    disagree.
     """
+    (rows, queries, heads, dim), kv_heads = q.shape, keys.shape[1]
+    if keys.shape != values.shape or keys.shape[-1] != dim or heads % kv_heads:
+        raise ValueError(f"q{q.shape}, keys{keys.shape}, values{values.shape}: not of one model")
+    if last.shape != (rows, queries) or len(table) != rows:
+        raise ValueError(f"q{q.shape} with table{table.shape} and last{last.shape}")
     if implementation == "xla":
         return gathered_attention(q, view(keys, table), view(values, table), last, scale=scale)
     if implementation != "pallas":

@@ -62,19 +62,31 @@ def written(
 
 
 def prefill_attend(
-    table: Int[Array, "R C"], position: Int[Array, "R T"], real: Array, page: int
+    table: Int[Array, "R C"],
+    position: Int[Array, "R T"],
+    real: Array,
+    page: int,
+    attention: str = "xla",
+    mesh: Mesh | None = None,
 ) -> Attend:
     """Attention of R spans of tokens over all of their sequences up to themselves.
 
-    Keys and values of tokens that are `real`, bool[R, T], go to the pages of the tables.
+    Keys and values of tokens that are `real`, bool[R, T], go to the pages of the tables. What
+    `attention` is, see `paged_attention`.
     """
     index = jnp.where(real, position // page, 0)
     target = jnp.where(real, jnp.take_along_axis(table, index, axis=1), SCRATCH)
+    last = jnp.where(real, position, -1)
 
     def attend(q: Array, k: Array, v: Array, layer: tuple[Array, Array]) -> tuple[Array, Any]:
         layer = written(layer, (k, v), target, position % page)
         scale = 1 / math.sqrt(q.shape[-1])
-        o, _ = paged_attention(q, *layer, table, position, scale=scale)
+        over_pages = (
+            _over_heads(mesh, layer[0], scale)
+            if attention == "pallas"
+            else partial(paged_attention, scale=scale)
+        )
+        o, _ = over_pages(q, *layer, table, last)
         return o.astype(q.dtype), layer
 
     return attend

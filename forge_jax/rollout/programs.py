@@ -67,7 +67,9 @@ def empty_slots(size: int) -> Slots:
 
 
 @partial(
-    jax.jit, static_argnames=("cfg", "shape", "routes", "mesh"), donate_argnames=("pool", "drafter")
+    jax.jit,
+    static_argnames=("cfg", "shape", "attention", "routes", "mesh"),
+    donate_argnames=("pool", "drafter"),
 )
 def prefill(
     params: dict[str, Any],
@@ -77,6 +79,7 @@ def prefill(
     *,
     cfg: ModelConfig,
     shape: PrefillShape,
+    attention: str = "xla",
     routes: bool = False,
     mesh: Mesh | None = None,
 ) -> tuple[Pool, Drafter, Int[Array, "R T layers k"] | None]:
@@ -91,7 +94,7 @@ def prefill(
     place = jnp.arange(shape.tokens, dtype=jnp.int32)[None]
     positions = start[:, None] + place
     spans = Spans(tokens, positions, table, place < length[:, None])
-    attend = prefill_attend(table, positions, spans.real, page_of(pool))
+    attend = prefill_attend(table, positions, spans.real, page_of(pool), attention, mesh)
     layers, ready = pool[: cfg.layers], _ready(mesh)
     h, layers, routing = transformer.hidden(
         params, tokens, positions, attend, cfg, layers, ready=ready

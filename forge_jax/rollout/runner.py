@@ -59,7 +59,7 @@ class Runner:
         self._layout: Any = None  # ShapeDtypeStruct with sharding of every one that is given
         self._pool: Any = None
         self._slots: Any = None
-        self._attention = rollout.attention  # of a decode step; settled where weights are known
+        self._attention = rollout.attention  # over pages; settled where weights are known
         self._drafter: Drafter = None
 
     def start(self, params: Any) -> None:
@@ -183,6 +183,7 @@ class Runner:
             packet,
             cfg=self._cfg,
             shape=shape,
+            attention=self._attention,
             routes=self._rollout.routes,
             mesh=mesh_of(self._weights),
         )

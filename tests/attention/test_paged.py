@@ -15,7 +15,11 @@ from forge_jax.attention.kernels import mosaic_tpu_paged
 from forge_jax.attention.paged import gathered_attention, merge, paged_attention
 
 SCALE = 0.3
-KERNEL = jax.jit(partial(mosaic_tpu_paged.attention, scale=SCALE, interpret=True))
+# An interpreted kernel is compiled once and runs for milliseconds.
+KERNEL = jax.jit(
+    partial(mosaic_tpu_paged.attention, scale=SCALE, interpret=True),
+    compiler_options={"xla_backend_optimization_level": 0},
+)
 IMPLEMENTATIONS = {"xla": jax.jit(partial(paged_attention, scale=SCALE)), "pallas": KERNEL}
 
 
@@ -60,6 +64,7 @@ def oracle(
         (2, 4, 1, 3, 8, 8, 3),
         (1, 24, 4, 1, 16, 16, 40),
         (2, 1, 1, 1, 8, 8, 1),
+        (2, 1, 2, 1, 8, 16, 70),  # more pages than buffers hold
     ],
 )
 def test_every_query_sees_what_it_may(
@@ -155,6 +160,31 @@ def test_the_kernel_refuses_what_it_cannot_read() -> None:
         KERNEL(*(np.asarray(x, np.float32) for x in (q, keys, values)), table, last)
     with pytest.raises(NotImplementedError, match="float16"):
         KERNEL(*(np.asarray(x, np.float16) for x in (q, keys, values)), table, last)
+
+    def refused(match: str, rows: int, queries: int, columns: int, dim: int) -> None:
+        shapes = ((rows, queries, 8, dim), *[(9, 1, 16, dim)] * 2, (rows, columns), (rows, queries))
+        given = [jax.ShapeDtypeStruct(s, "f4" if len(s) == 4 else "i4") for s in shapes]
+        with pytest.raises(NotImplementedError, match=match):
+            jax.eval_shape(partial(mosaic_tpu_paged.attention, scale=1), *given)
+
+    refused("use larger pages", 64, 1, 8192, 128)
+    refused("use fewer queries", 1, 4096, 8, 128)
+
+
+def test_what_does_not_belong_together_is_refused() -> None:
+    q, keys, values, table, last = inputs(7, 2, 3, 2, 2, 8, 8, 2)
+    wrong = (
+        (q, keys, values[:, :1], table, last),
+        (q[..., :4], keys, values, table, last),
+        (q[:, :, :3], keys, values, table, last),
+        (q, keys, values, table[:1], last),
+        (q, keys, values, table, last[:, :1]),
+    )
+    for given in wrong:
+        with pytest.raises(ValueError, match=r"q\(2, 3"):
+            paged_attention(*given, scale=SCALE)
+    with pytest.raises(ValueError, match="implementation='mosaic'"):
+        paged_attention(q, keys, values, table, last, scale=SCALE, implementation="mosaic")
 
 
 @pytest.mark.parametrize(

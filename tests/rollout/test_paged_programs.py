@@ -203,7 +203,7 @@ def test_pages_read_where_they_are_are_pages_gathered(axes: dict[str, int]) -> N
         for given in spans:
             packet = pack_prefill([given], prefix, rollout)
             pool, *_ = programs.prefill(
-                taken, pool, None, packet, cfg=SMALL, shape=prefix, mesh=mesh
+                taken, pool, None, packet, cfg=SMALL, shape=prefix, attention=attention, mesh=mesh
             )
         rows = [row(slot, tokens, table, 1, slot) for slot, table in tables.items()]
         packet = pack_decode(rows, [[1]], shape, rollout)
