@@ -109,7 +109,7 @@ class RolloutEngine:
             "weight_version": self.version,
             "programs_traced": programs.traces.total(),
             **self._passage.stats(),
-            **scheduler.speculator.stats(),
+            **self._scheduler.speculator.stats(),
         }
 
     async def warm_up(self) -> None:
