@@ -44,7 +44,9 @@ class FakeDevice:
         routes = tuple(self._prefill(call) for call in plan.prefills)
         block = None if plan.decode is None else self._decode(plan.decode)
         self._seal(plan)
-        return Results(plan=plan, version=self.version, began=began, routes=routes, block=block)
+        return Results(
+            plan=plan, version=self.version, began=began, ended=began, routes=routes, block=block
+        )
 
     def _prefill(self, call: Prefill) -> Any:
         cfg, shape = self._cfg, call.shape

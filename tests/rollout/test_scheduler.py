@@ -43,8 +43,10 @@ class Host:
 
     def round(self, ahead: bool = True) -> bool:
         """Plans and dispatches a round, then reads the one before; False if idle."""
+        oldest = min(self.scheduler._stays, default=None)
         plan: Plan | None = self.scheduler.plan()
         self.scheduler.audit()
+        assert oldest is None or oldest in self.scheduler._stays, "the oldest was put back"
         if plan is not None:
             self.rounds += 1
             self.unread.append(self.device.run(plan, 0.0))
@@ -269,3 +271,16 @@ def test_the_next_call_of_a_conversation_reads_what_the_last_one_decoded() -> No
     host.finish()
     host.check()
     assert host.chunks[second][0].cached_tokens == 28, "of 30, the last of which was never fed"
+
+
+def test_who_waits_for_a_prefill_takes_it_over_when_it_is_aborted() -> None:
+    host = Host(RolloutConfig(slots=3, context=32, page=4, chunk=4, decode_steps=1))
+    host.submit(np.array([9], np.int32), ignore_eos=True)
+    host.round()  # while this one decodes a prefill takes several rounds
+    first, second = (host.submit(np.arange(2, 32, dtype=np.int32), seed=n) for n in range(2))
+    host.round()
+    assert (host.scheduler.running, host.scheduler.waiting) == (2, 1)
+    host.abandon(first)
+    host.finish()
+    host.check()
+    assert host.chunks[second][-1].finish is not None
