@@ -17,12 +17,15 @@ MAY_IMPORT = {
     "collectives": set(),
     "attention": {"types", "config", "trees", "sharding"},
     "models": {"types", "config", "trees", "sharding", "collectives"},
-    "rollout": {"types", "drawing", "config", "trees", "sharding", "collectives", "models", "attention"},
+    "rollout": {
+        "types", "drawing", "config", "trees", "sharding", "collectives", "models", "attention",
+    },
     "gateway": {"types", "drawing", "config", "models.chat", "models.tokenizer"},
     "agents": {"types", "config"},
     "sched": {"types", "drawing", "config"},
     "rl": {
-        "types", "drawing", "config", "trees", "sharding", "collectives", "attention", "models", "rollout",
+        "types", "drawing", "config", "trees", "sharding", "collectives", "attention",
+        "models", "rollout",
         "gateway", "agents", "sched",
     },
 }  # fmt: skip
