@@ -57,9 +57,9 @@ def edge_logprob(
 
     Both are of ``softmax(h[source] @ w / temperature)``, or of what `support` makes of it, in
     float32 (float64 if `h` or `w` is). `chunk` is the number of edges whose logits exist at once;
-    by default as many as make `logits` of them. Exact gradients reach `h` and `w`;
-    `temperature` (> 0) and `support` are data
-    and get none. An edge whose cotangents are 0 adds nothing to any gradient.
+    by default as many as make `logits` of them. Exact gradients reach `h` and `w`; `temperature`
+    (> 0) and `support` are data and get none. An edge whose cotangents are 0 adds nothing to any
+    gradient.
 
     With `axis`, a mesh axis of the enclosing `shard_map` and all else the same on its ranks, `w`
     is this rank's columns of the vocabulary, in order of the ranks. Only the first `vocab` of

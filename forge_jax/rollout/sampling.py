@@ -6,7 +6,7 @@ row's token and log-prob depend on that row alone, and a token of probability 0 
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 
 def request_key(high: Array, low: Array, choice: Array) -> Key[Array, " B"]:
@@ -30,9 +30,19 @@ def sample(
     """
     greedy = temperature == 0
     scale = jnp.where(greedy, 1.0, temperature)
-    x = logits.astype(jnp.float32) / scale[:, None]
+    return drawn(logits.astype(jnp.float32) / scale[:, None], greedy, uniforms(keys, position))
+
+
+def uniforms(keys: Key[Array, " B"], position: Int[Array, " B"]) -> Float[Array, " B"]:
+    """One number in [0, 1) a row, of ``fold_in(key, position)``."""
+    return jax.vmap(lambda k, p: jax.random.uniform(jax.random.fold_in(k, p)))(keys, position)
+
+
+def drawn(
+    x: Float[Array, "B V"], greedy: Bool[Array, " B"], uniform: Float[Array, " B"]
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    """Tokens of softmax(x) and their log-probs; the first of the largest, and 0, where greedy."""
     top = jnp.max(x, axis=-1, keepdims=True)
-    uniform = jax.vmap(lambda k, p: jax.random.uniform(jax.random.fold_in(k, p)))(keys, position)
     token, total = _inverse_cdf(jnp.exp(x - top), uniform)
     chosen = jnp.take_along_axis(x, token[:, None], axis=-1)[:, 0]
     logp = chosen - top[:, 0] - jnp.log(total)
