@@ -55,6 +55,9 @@ class Sizes:
     dtype: str | None = None
     host_pages: int = 0
     store: str | None = None
+    shaping: bool = True
+    top_logprobs: int = 20
+    support: int = 64
 
     def __post_init__(self) -> None:
         self.of(1)
@@ -74,6 +77,9 @@ class Sizes:
             dtype=self.dtype,
             host_pages=self.host_pages,
             store=self.store,
+            shaping=self.shaping,
+            top_logprobs=self.top_logprobs,
+            support=self.support,
         )
 
 

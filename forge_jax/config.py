@@ -37,6 +37,9 @@ class RolloutConfig:
     attention: str = "auto"  # over pages: auto (by the device) | xla | pallas
     host_pages: int = 0  # pages kept in host memory when they leave the device; 0: none
     store: str | None = None  # where pages are kept that engines share: see docs/rollout.md
+    shaping: bool = False  # serve truncation, penalties, bias, min_tokens and top log-probs
+    top_logprobs: int = 0  # likeliest tokens told beside a sampled one, at most; needs shaping
+    support: int = 64  # tokens that the support of a shaped draw may list, to be trained on
     speculate: str = "off"  # what drafts tokens for the model to verify: off | mtp | ngram
     drafts: int = 2  # tokens drafted at most for a verify; fewer, or none, where that is faster
 
@@ -53,6 +56,12 @@ class RolloutConfig:
         check(
             self.prefix_cache or not (self.host_pages or self.store),
             "prefix_cache=False: host_pages and store keep pages of the prefix cache",
+        )
+        check(self.support >= 1, f"support={self.support} must be at least 1")
+        check(self.top_logprobs >= 0, f"top_logprobs={self.top_logprobs} must be >= 0")
+        check(
+            self.shaping or not self.top_logprobs,
+            f"top_logprobs={self.top_logprobs} needs shaping=True",
         )
         check(self.drafts >= 1, f"drafts={self.drafts} must be at least 1")
         choices = (("update", UPDATES), ("attention", PAGED), ("speculate", SPECULATE))

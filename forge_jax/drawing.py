@@ -10,24 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-GRAMMARS = ("json_schema", "regex", "lark")
-
 # Kinds of a `Support`.
 OPEN, CLOSED, LOST = range(3)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Grammar:
-    """What a completion must spell, whole."""
-
-    kind: str  # one of GRAMMARS
-    text: str  # the schema as JSON, the regular expression, or the grammar in Lark's syntax
-
-    def __post_init__(self) -> None:
-        if self.kind not in GRAMMARS:
-            raise ValueError(f"grammar.kind={self.kind!r} must be one of {', '.join(GRAMMARS)}")
-        if not self.text:
-            raise ValueError("grammar.text='' must not be empty")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +44,6 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()  # added to the logits of tokens
     min_tokens: int = 0  # sampled before a stop id can be
     top_logprobs: int = 0  # likeliest tokens told beside each sampled one
-    prompt_logprobs: bool = False  # tell those of the prompt's tokens
-    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -93,14 +75,14 @@ class Sampling:
     @property
     def shaped(self) -> bool:
         """Whether more is done to the logits, or told of them, than the temperature."""
-        plain = Sampling()
-        return any(getattr(self, name) != getattr(plain, name) for name in SHAPING)
+        return any(getattr(self, name) != getattr(PLAIN, name) for name in SHAPING)
 
 
 SHAPING = (
     "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "min_tokens", "top_logprobs", "grammar",
+    "logit_bias", "min_tokens", "top_logprobs",
 )  # fmt: skip
+PLAIN = Sampling()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -14,7 +14,6 @@ import numpy as np
 from forge_jax.drawing import CLOSED as CLOSED
 from forge_jax.drawing import LOST as LOST
 from forge_jax.drawing import OPEN as OPEN
-from forge_jax.drawing import Grammar as Grammar
 from forge_jax.drawing import Sampling as Sampling
 from forge_jax.drawing import Support as Support
 
@@ -78,9 +77,6 @@ class Chunk:
     raw: np.ndarray | None = None  # f32[n], log-probs under softmax(logits); None: not told
     top_ids: np.ndarray | None = None  # i32[n, top_logprobs], likeliest first; None: not asked for
     top_logprobs: np.ndarray | None = None  # f32[n, top_logprobs], of `top_ids`, as `logprobs` are
-    # f32[P] under softmax(logits), NaN at the first token, which has no context; on the first
-    # chunk. None: not asked for.
-    prompt_logprobs: np.ndarray | None = None
     support: Support | None = None  # of each token; None: logits over temperature, all of them
 
 

@@ -4,21 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from forge_jax.gateway.fields import flag, integer, mapping, number, strings, token_ids
+from forge_jax.gateway.fields import flag, integer, mapping, number, strings, token_ids, wrong
 from forge_jax.gateway.messages import Conversation
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
-# Truncation and penalties would make the sampler another policy than the one trained:
-# the whole distribution is sampled, and the answer's headers say what was not applied.
-NOT_APPLIED = (
-    "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
-    "logit_bias", "min_tokens",
-)  # fmt: skip
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "frequency_penalty": (0,),
-    "presence_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "min_tokens": (0,),
-}  # fmt: skip
+MOST_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +27,9 @@ class Ask:
     stream: bool
     include_usage: bool  # a stream ends with a chunk of usage
     logprobs: bool
-    top_logprobs: bool  # the sampled token stands for the most likely ones
+    top_logprobs: int  # likeliest tokens to tell beside each sampled one
     tell_ids: bool  # token ids and weight versions
-    not_applied: tuple[str, ...]
+    shaping: Mapping[str, Any]  # what else `Sampling` is to have
 
 
 def common_fields(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,9 +45,34 @@ def common_fields(body: Mapping[str, Any]) -> dict[str, Any]:
         "stream": flag(body, "stream"),
         "include_usage": flag(options, "include_usage", "stream_options."),
         "tell_ids": flag(body, "return_token_ids"),
-        "not_applied": tuple(
-            name
-            for name in NOT_APPLIED
-            if body.get(name) is not None and body[name] not in NEUTRAL[name]
-        ),
+        "shaping": _shaping(body),
     }
+
+
+def _shaping(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of `Sampling` as vLLM and OpenAI spell them, those that a body has."""
+    read = {
+        "top_p": number(body, "top_p", 0.0),
+        "min_p": number(body, "min_p", 0.0),
+        "top_k": integer(body, "top_k", -1, MOST_TOKENS),
+        "presence_penalty": number(body, "presence_penalty", -2.0),
+        "frequency_penalty": number(body, "frequency_penalty", -2.0),
+        "repetition_penalty": number(body, "repetition_penalty", 0.0),
+        "min_tokens": integer(body, "min_tokens", 0, MOST_TOKENS),
+        "logit_bias": _bias(mapping(body, "logit_bias")),
+    }
+    said = {name: value for name, value in read.items() if value is not None}
+    if said.get("top_k") == -1:  # vLLM's word for all
+        said["top_k"] = 0
+    return said
+
+
+def _bias(said: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
+    """Pairs of token and bias; JSON has ids as strings."""
+    pairs = []
+    for token in said:
+        bias = number(said, token, -100.0)
+        if not token.isdecimal() or bias is None:
+            raise wrong("logit_bias", said, "an object of numbers by token id")
+        pairs.append((int(token), bias))
+    return tuple(pairs)

@@ -11,7 +11,7 @@ import numpy as np
 
 from forge_jax.gateway.ask import Ask, common_fields
 from forge_jax.gateway.chat_messages import read_conversation
-from forge_jax.gateway.completion import Completion
+from forge_jax.gateway.completion import Completion, Tops, tops_of
 from forge_jax.gateway.errors import ApiError
 from forge_jax.gateway.fields import flag, integer
 from forge_jax.gateway.messages import ToolCall
@@ -38,7 +38,7 @@ def parse(body: Mapping[str, Any]) -> Ask:
         source=read_conversation(body),
         max_tokens=older if most is None else most,
         logprobs=flag(body, "logprobs"),
-        top_logprobs=bool(integer(body, "top_logprobs", 0, 20)),
+        top_logprobs=integer(body, "top_logprobs", 0, 20) or 0,
         **common_fields(body),
     )
 
@@ -73,7 +73,7 @@ def _choice(context: Context, completion: Completion) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "index": completion.place[1],
         "message": message,
-        "logprobs": _logprobs(context, completion.output, completion.logprobs),
+        "logprobs": _logprobs(context, completion.output, completion.logprobs, completion.tops),
         "finish_reason": finish_reason(completion),
     }
     if context.ask.tell_ids:
@@ -81,13 +81,26 @@ def _choice(context: Context, completion: Completion) -> dict[str, Any]:
     return choice
 
 
-def _logprobs(context: Context, ids: np.ndarray, logprobs: np.ndarray) -> Mapping[str, Any] | None:
+def _logprobs(
+    context: Context, ids: np.ndarray, logprobs: np.ndarray, tops: Tops | None
+) -> Mapping[str, Any] | None:
     if not context.ask.logprobs:
         return None
-    content = []
-    for raw, logprob in zip(token_bytes(context.tokenizer, ids), logprobs.tolist(), strict=True):
-        token = {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}
-        content.append({**token, "top_logprobs": [token] if context.ask.top_logprobs else []})
+
+    def told(token: int, logprob: float) -> dict[str, Any]:
+        [raw] = token_bytes(context.tokenizer, [token])
+        return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}
+
+    # An engine that tells none has drawn from nothing: the token stands for all.
+    sampled = list(zip(ids.tolist(), logprobs.tolist(), strict=True))
+    beside = tops or tuple((one,) for one in sampled)
+    content = [
+        {
+            **told(*one),
+            "top_logprobs": [told(*top) for top in likeliest] if context.ask.top_logprobs else [],
+        }
+        for one, likeliest in zip(sampled, beside, strict=True)
+    ]
     return {"content": content, "refusal": None}
 
 
@@ -108,7 +121,7 @@ class ChatStream:
         index = completion.place[1]
         extra: dict[str, Any] = {}
         if self._context.ask.logprobs and len(chunk.ids):
-            extra["logprobs"] = _logprobs(self._context, chunk.ids, chunk.logprobs)
+            extra["logprobs"] = _logprobs(self._context, chunk.ids, chunk.logprobs, tops_of(chunk))
         if self._context.ask.tell_ids and len(chunk.ids):
             extra |= token_data(chunk.ids, chunk.versions)
         events = []

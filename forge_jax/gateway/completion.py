@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from forge_jax.drawing import Support, joined
 from forge_jax.gateway.messages import Message, ToolCall
 from forge_jax.gateway.text import TextReader
 from forge_jax.gateway.tools import ToolParser
 from forge_jax.models.tokenizer import Tokenizer
 from forge_jax.types import NO_ROUTE, Chunk, Finish, Request, Turn
 
+Tops = tuple[tuple[tuple[int, float], ...], ...]  # of each token: ids and log-probs
 Place = tuple[int, int]  # number of a call in its session, number of the choice
 
 
@@ -113,6 +115,18 @@ class Completion:
         return routes
 
     @functools.cached_property
+    def support(self) -> Support | None:
+        """Of each output token; None where the engine tells of none."""
+        found = [c.support for c in self._chunks if c.support is not None]
+        return joined(found) if found else None
+
+    @functools.cached_property
+    def tops(self) -> Tops | None:
+        """The likeliest tokens beside each output token; None where the engine tells none."""
+        found = [tops for c in self._chunks if (tops := tops_of(c)) is not None]
+        return sum(found, ()) if found else None
+
+    @functools.cached_property
     def raw_text(self) -> str:
         """The sampled tokens as text, what ended them included."""
         return self._tokenizer.decode(self.output.tolist())
@@ -131,7 +145,18 @@ class Completion:
             seconds=max(0.0, self.ended - arrived),
             queue_seconds=self.queue_seconds,
             routes=self.routes,
+            support=self.support,
         )
+
+
+def tops_of(chunk: Chunk) -> Tops | None:
+    """The likeliest tokens beside each of a chunk's."""
+    if chunk.top_ids is None or chunk.top_logprobs is None:
+        return None
+    return tuple(
+        tuple((token, logprob) for token, logprob in zip(ids, logprobs, strict=True) if token >= 0)
+        for ids, logprobs in zip(chunk.top_ids.tolist(), chunk.top_logprobs.tolist(), strict=True)
+    )
 
 
 def _joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:

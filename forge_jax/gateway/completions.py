@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from forge_jax.gateway.ask import Ask, common_fields
-from forge_jax.gateway.completion import Completion
+from forge_jax.gateway.completion import Completion, Tops, tops_of
 from forge_jax.gateway.errors import ApiError
 from forge_jax.gateway.fields import integer, token_ids, wrong
 from forge_jax.gateway.messages import ToolCall
@@ -36,10 +36,10 @@ def parse(body: Mapping[str, Any]) -> Ask:
             raise ApiError(400, f"{name} is not supported", param=name)
     told = body.get("logprobs")
     if isinstance(told, bool):
-        logprobs, top = told, False
+        logprobs, top = told, 0
     else:
         count = integer(body, "logprobs", 0, 20)
-        logprobs, top = count is not None, bool(count)
+        logprobs, top = count is not None, count or 0
     return Ask(
         source=_prompt(body),
         max_tokens=integer(body, "max_tokens", 1, MOST_TOKENS) or DEFAULT_TOKENS,
@@ -82,7 +82,7 @@ def _whole(context: Context, completion: Completion) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "index": completion.place[1],
         "text": completion.message.content,
-        "logprobs": _logprobs(context, completion.output, completion.logprobs, 0),
+        "logprobs": _logprobs(context, completion.output, completion.logprobs, completion.tops, 0),
         "finish_reason": finish_reason(completion),
     }
     if context.ask.tell_ids:
@@ -92,13 +92,21 @@ def _whole(context: Context, completion: Completion) -> dict[str, Any]:
 
 
 def _logprobs(
-    context: Context, ids: np.ndarray, logprobs: np.ndarray, offset: int
+    context: Context, ids: np.ndarray, logprobs: np.ndarray, tops: Tops | None, offset: int
 ) -> Mapping[str, Any] | None:
     if not context.ask.logprobs:
         return None
-    tokens = [raw.decode("utf-8", "replace") for raw in token_bytes(context.tokenizer, ids)]
-    told = logprobs.tolist()
+
+    def texts(ids: list[int]) -> list[str]:
+        return [raw.decode("utf-8", "replace") for raw in token_bytes(context.tokenizer, ids)]
+
+    tokens, told = texts(ids.tolist()), logprobs.tolist()
+    # An engine that tells none has drawn from nothing: the token stands for all.
     top = [{token: logprob} for token, logprob in zip(tokens, told, strict=True)]
+    if tops is not None:
+        top = [
+            dict(zip(texts([i for i, _ in one]), [x for _, x in one], strict=True)) for one in tops
+        ]
     return {
         "tokens": tokens,
         "token_logprobs": told,
@@ -133,7 +141,7 @@ class CompletionStream:
         choice: dict[str, Any] = {
             "index": index,
             "text": text,
-            "logprobs": _logprobs(self._context, chunk.ids, chunk.logprobs, offset),
+            "logprobs": _logprobs(self._context, chunk.ids, chunk.logprobs, tops_of(chunk), offset),
             "finish_reason": None if chunk.finish is None else finish_reason(completion),
         }
         if self._context.ask.tell_ids:

@@ -9,6 +9,7 @@ import logging
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from starlette.types import Receive, Scope, Send
@@ -118,7 +119,7 @@ class Endpoint:
         facts = _facts(call, ask.source)
         completions = []
         for choice in range(ask.n):
-            sampling = Sampling(
+            sampling = _sampling(
                 temperature=1.0 if temperature is None else temperature,
                 max_tokens=ask.max_tokens,
                 seed=session.seed_of(call.draw) if ask.seed is None else ask.seed,
@@ -126,6 +127,8 @@ class Endpoint:
                 stop=ask.stop,
                 stop_ids=stop_ids,
                 ignore_eos=ask.ignore_eos,
+                top_logprobs=ask.top_logprobs,
+                **ask.shaping,
             )
             completions.append(
                 Completion(
@@ -148,7 +151,7 @@ class Endpoint:
     ) -> None:
         """Draws and answers a call, and records how it ended."""
         core = self._core
-        headers = {"x-forge-not-applied": ",".join(ask.not_applied)} if ask.not_applied else {}
+        headers: dict[str, str] = {}
         stream = EventStream(send, headers) if ask.stream else None
         answer = Answer(core, self._wire, session, call, ask)
         core.metrics.begin(call)
@@ -230,6 +233,13 @@ class Answer:
             async with asyncio.timeout(UNREAD_SECONDS):
                 await stream.send(self._wire.stream(self._context).error(error))
                 await stream.end()
+
+
+def _sampling(**settings: Any) -> Sampling:
+    try:
+        return Sampling(**settings)
+    except ValueError as error:
+        raise ApiError(400, str(error), param=str(error).partition("=")[0]) from error
 
 
 def session_name(scope: Scope, headers: dict[str, str]) -> str | None:

@@ -1,6 +1,6 @@
 """Parts that OpenAI's two completion protocols share."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,6 @@ def token_data(ids: np.ndarray, versions: np.ndarray) -> Mapping[str, Any]:
     return {"token_ids": ids.tolist(), "weight_versions": versions.tolist()}
 
 
-def token_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> list[bytes]:
+def token_bytes(tokenizer: Tokenizer, ids: Sequence[int]) -> list[bytes]:
     """What each id adds to a text it does not begin."""
-    return [tokenizer.piece(i, False) for i in ids.tolist()]
+    return [tokenizer.piece(i, False) for i in ids]

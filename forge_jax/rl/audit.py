@@ -89,7 +89,7 @@ def largest_gap(
     """max |logp - old_logp| over the calls that `version` sampled whole."""
     ends = np.cumsum([len(s.tokens) for s in samples])
     return max(
-        float(np.abs(logp[end - len(s.tokens) : end] - s.old_logp)[s.mask].max())
+        float(np.abs(logp[end - len(s.tokens) : end] - s.old_logp)[s.mask].max(initial=0))
         for s, turn, end in zip(samples, turns, ends, strict=True)
         if only_version(turn) == version
     )

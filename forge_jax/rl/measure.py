@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from forge_jax.drawing import LOST
 from forge_jax.rl.collect import Taken
 from forge_jax.sched.split import forest_of
 from forge_jax.types import MicroBatch, Sample
@@ -85,9 +86,15 @@ def batch_row(samples: Sequence[Sample], batches: Sequence[MicroBatch]) -> dict[
         "tokens_total": total,
         "tokens_unique": unique,
         "tokens_trained": sum(tree.n_occurrences for tree in trees),
+        "tokens_lost": sum(lost(s) for s in samples),
         "tree_token_ratio": total / unique if unique else None,
         "micro_batches": len(batches),
     }
+
+
+def lost(sample: Sample) -> int:
+    """Tokens that are not trained because what they were drawn from cannot be made again."""
+    return 0 if sample.support is None else int(np.count_nonzero(sample.support.kind == LOST))
 
 
 def mean(values: Sequence[float]) -> float | None:

@@ -20,7 +20,7 @@ from forge_jax.config import UPDATES, RolloutConfig, UserError, check
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.tokenizer import Tokenizer
 from forge_jax.rollout import programs
-from forge_jax.rollout.jobs import Job, Limits, job_of, seed_of
+from forge_jax.rollout.jobs import Job, Limits, check_asked, job_of, seed_of
 from forge_jax.rollout.keys import root_key
 from forge_jax.rollout.passage import Passage
 from forge_jax.rollout.runner import Flight, Runner
@@ -217,7 +217,9 @@ class RolloutEngine:
         while True:
             async with self._turn:
                 # Slots that an unread round may free are worth more than a round begun early.
-                wait = unread is not None and self._scheduler.crowded
+                # So is knowing what was sampled where the next token depends on it.
+                close = self._scheduler.crowded or self._scheduler.stepwise
+                wait = unread is not None and close
                 plan = None if wait else self._scheduler.plan()
                 idle = plan is None and unread is None
                 if idle:
@@ -225,7 +227,7 @@ class RolloutEngine:
                 else:
                     await self._passage.send_down()
                     hold = plan is not None and self._scheduler.goes_on
-                    hold = hold and not self._scheduler.crowded
+                    hold = hold and not close
                     results, unread = await self._on_device(
                         self._runner.advance, plan, unread, hold
                     )
@@ -307,6 +309,7 @@ class RolloutEngine:
         sampling = request.sampling
         if "" in sampling.stop:
             raise Refused(400, "stop='' must not be empty")
+        check_asked(sampling, self._rollout, self._limits)
         stop = StopStrings(sampling.stop, self._tokenizer) if sampling.stop else None
         seed = seed_of(sampling, self._seed, number)
         job = job_of(request, self._limits, number, seed, stop, time.monotonic())

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forge_jax.rollout.packets import STOP_IDS, Fresh
+from forge_jax.config import RolloutConfig
+from forge_jax.drawing import PLAIN, SHAPING
+from forge_jax.rollout.packets import BIASES, STOP_IDS, Fresh
 from forge_jax.rollout.prefix import Node
 from forge_jax.rollout.stop import StopStrings
 from forge_jax.types import NO_ROUTE, Refused, Request, Sampling
@@ -24,6 +26,7 @@ class Job:
     prompt: int  # tokens of it
     length: int  # known tokens
     fresh: Fresh  # how it began
+    sampling: Sampling
     stop: StopStrings | None
     submitted: float  # when, in seconds
     began: float | None = None  # when the device first worked on it
@@ -141,7 +144,27 @@ def job_of(
         stop_ids=_stop_ids(sampling, limits),
     )
     tokens = np.concatenate([prompt, np.zeros(limit, np.int32)])
-    return Job(number, tokens, len(prompt), len(prompt), fresh, stop, now)
+    return Job(number, tokens, len(prompt), len(prompt), fresh, sampling, stop, now)
+
+
+def check_asked(sampling: Sampling, rollout: RolloutConfig, limits: Limits) -> None:
+    """Raises Refused(400) where the engine was not made for what is asked."""
+    if sampling.shaped and not rollout.shaping:
+        asked = [name for name in SHAPING if getattr(sampling, name) != getattr(PLAIN, name)]
+        raise Refused(400, f"{asked[0]} needs an engine with rollout.shaping=True")
+    if sampling.top_logprobs > rollout.top_logprobs:
+        raise Refused(
+            400,
+            f"top_logprobs={sampling.top_logprobs} is more than "
+            f"rollout.top_logprobs={rollout.top_logprobs}",
+        )
+    if len(sampling.logit_bias) > BIASES:
+        raise Refused(400, f"logit_bias has {len(sampling.logit_bias)} tokens, at most {BIASES}")
+    for token, _ in sampling.logit_bias:
+        if not 0 <= token < limits.vocab:
+            raise Refused(
+                400, f"logit_bias: token {token} is outside the vocabulary of {limits.vocab}"
+            )
 
 
 def _check_prompt(prompt: np.ndarray, limits: Limits) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from forge_jax.config import RolloutConfig
+from forge_jax.drawing import Sampling
 
 SCRATCH = 0  # the page that padding points to
 
@@ -24,6 +25,11 @@ PREFILL_HEADER = 3
 STATE, TOKEN, POSITION, LIMIT, SEED_HIGH, SEED_LOW, CHOICE, TEMPERATURE, STOP = range(9)
 STOP_IDS = 16
 HEADER = STOP + STOP_IDS
+# Columns of the settings of a shaped row; see `drawing.Sampling`. Ids and values of the bias
+# follow, then all tokens of the sequence, -1 beyond its end.
+TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, STOP_FROM, PROMPT = range(8)
+SETTINGS = 8
+BIASES = 64  # tokens of a row that may have a bias
 # States of a row: nobody's; its state is on the device; its state is in the header.
 EMPTY, KEPT, FRESH = range(3)
 
@@ -39,6 +45,7 @@ class Sampled(NamedTuple):
     packet: Any  # i32[K, γ + 1, B, 4]
     # int[K, γ + 1, B, layers, k], the experts of the tokens that were fed. None: not recorded.
     routes: Any
+    draws: Any = None  # `shaped.Draws` [K, 1, B, ...] of a shaped call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +65,7 @@ class DecodeShape:
     own: int  # pages of a row's table
     steps: int  # K
     drafts: int  # γ: tokens guessed before each step
+    shaped: bool = False  # rows have settings
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -146,6 +154,28 @@ def pack_decode(
     return np.concatenate(parts)
 
 
+def pack_settings(
+    rows: Sequence[tuple[int, Sampling, np.ndarray, int]], shape: DecodeShape, page: int
+) -> np.ndarray:
+    """i32[n], behind a decode packet: slot, settings, known tokens and length of the prompt of
+    each row. Rows that nothing is said of ask for nothing."""
+    wide = np.full((shape.rows, SETTINGS + 2 * BIASES + shape.own * page), -1, np.int32)
+    floats = wide.view(np.float32)
+    wide[:, :SETTINGS] = 0
+    floats[:, [TOP_P, REPETITION]] = 1
+    for slot, sampling, tokens, prompt in rows:
+        wide[slot, [TOP_K, PROMPT]] = sampling.top_k, prompt
+        wide[slot, STOP_FROM] = prompt + sampling.min_tokens
+        floats[slot, [TOP_P, MIN_P]] = sampling.top_p, sampling.min_p
+        floats[slot, PRESENCE] = sampling.presence_penalty
+        floats[slot, FREQUENCY] = sampling.frequency_penalty
+        floats[slot, REPETITION] = sampling.repetition_penalty
+        for i, (token, bias) in enumerate(sampling.logit_bias, SETTINGS):
+            wide[slot, i], floats[slot, BIASES + i] = token, bias
+        wide[slot, SETTINGS + 2 * BIASES :][: len(tokens)] = tokens
+    return wide.reshape(-1)
+
+
 def page_buckets(rollout: RolloutConfig, ratio: int) -> tuple[int, ...]:
     """Lengths of page tables: a ratio apart, the largest that of a whole sequence."""
     sizes = [rollout.sequence_pages]
@@ -183,6 +213,18 @@ def decode_shapes(rollout: RolloutConfig) -> tuple[DecodeShape, ...]:
         for rows in row_buckets(rollout)
         for shared in (0, *(page_buckets(rollout, 4) if cascade else ()))
         for own in page_buckets(rollout, 2)  # every row has one: what is padding costs most
+    )
+
+
+def shaped_shape(rollout: RolloutConfig) -> DecodeShape:
+    """The one that a shaped call has, where `rollout` has any."""
+    return DecodeShape(
+        rows=rollout.slots,
+        shared=0,
+        own=rollout.sequence_pages,
+        steps=rollout.decode_steps,
+        drafts=0,
+        shaped=True,
     )
 
 

@@ -21,7 +21,9 @@ from forge_jax.rollout.packets import (
     fit,
     pack_decode,
     pack_prefill,
+    pack_settings,
     prefill_shapes,
+    shaped_shape,
 )
 from forge_jax.rollout.placement import common
 from forge_jax.rollout.plans import Decode, Part, Prefill
@@ -102,6 +104,8 @@ def plan_decode(
     owners: list[Stay | None] = [None] * cfg.slots
     for stay in stays:
         owners[stay.slot] = stay
+    if any(stay.job.sampling.shaped for stay in stays):
+        return _shaped(stays, owners, cfg)
     rows = fit(max(stay.slot for stay in stays) + 1, _decode_sizes(cfg, "rows"))
     counts = _shared(owners[:rows], cfg)
     own = max(-(-reach(stay, cfg) // cfg.page) - counts[stay.slot // cfg.bundle] for stay in stays)
@@ -124,6 +128,25 @@ def plan_decode(
         stay.most += cfg.decode_steps * (1 + drafts)
     packet = pack_decode(packed, bundles, shape, cfg)
     return Decode(shape=shape, packet=packet, owners=tuple(owners[:rows]))
+
+
+def _shaped(stays: Sequence[Stay], owners: Sequence[Stay | None], cfg: RolloutConfig) -> Decode:
+    """A call for `stays` of which some change their logits. What these have is known: no call
+    with them is unread when the next one is planned, see `Scheduler.stepwise`."""
+    shape = shaped_shape(cfg)
+    rows = [_row(stay, stay.table, lambda _: None) for stay in stays]
+    asked = [
+        (stay.slot, stay.job.sampling, stay.job.tokens[: stay.job.length], stay.job.prompt)
+        for stay in stays
+        if stay.job.sampling.shaped
+    ]
+    for stay in stays:
+        stay.on_device = False  # no drafter has seen what is sampled here
+        stay.least += shape.steps
+        stay.most += shape.steps
+    settings = pack_settings(asked, shape, cfg.page)
+    packet = np.concatenate([pack_decode(rows, [], shape, cfg), settings])
+    return Decode(shape=shape, packet=packet, owners=tuple(owners))
 
 
 def _row(stay: Stay, table: Sequence[int], said: Callable[[Job], np.ndarray | None]) -> DecodeRow:

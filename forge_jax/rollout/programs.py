@@ -95,13 +95,13 @@ def prefill(
     positions = start[:, None] + place
     spans = Spans(tokens, positions, table, place < length[:, None])
     attend = prefill_attend(table, positions, spans.real, page_of(pool), attention, mesh)
-    layers, ready = pool[: cfg.layers], _ready(mesh)
+    layers, ready = pool[: cfg.layers], ready_on(mesh)
     h, layers, routing = transformer.hidden(
         params, tokens, positions, attend, cfg, layers, ready=ready
     )
     modules = pool[cfg.layers :]
     modules, drafter = speculation.prefilled(params, modules, drafter, h, spans, cfg, ready)
-    return layers + modules, drafter, _recorded(routing, cfg) if routes else None
+    return layers + modules, drafter, recorded(routing, cfg) if routes else None
 
 
 @partial(
@@ -141,7 +141,7 @@ def decode(
         drafts=shape.drafts,
         guess=partial(speculation.guessed, rows=rows),
         cfg=cfg,
-        ready=_ready(mesh),
+        ready=ready_on(mesh),
     )
     cache: Any = pool[:layers] if direct else opened(pool[:layers], tables)
     cache, drafter = speculation.begun(params, cache, drafter, rows, fresh, known, given)
@@ -186,13 +186,13 @@ def decode_step(
     positions = rows.position[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     attend = attention_at(positions, tables, page, direct, mesh)
     h, layers, routing = transformer.hidden(
-        params, tokens, positions, attend, cfg, cache[: cfg.layers], ready=_ready(mesh)
+        params, tokens, positions, attend, cfg, cache[: cfg.layers], ready=ready_on(mesh)
     )
     logits = transformer.logits(params, jnp.swapaxes(h, 0, 1), cfg)  # [W, B, V]
     after, packet = verified(logits, drafts, rows, _draw)
     sampled = jnp.swapaxes(packet[..., packets.SAMPLED], 0, 1)
     seen = Window(h, sampled, after.position - rows.position, rows.position)
-    chosen = jnp.swapaxes(_recorded(routing, cfg), 0, 1) if routes else None
+    chosen = jnp.swapaxes(recorded(routing, cfg), 0, 1) if routes else None
     return seen, (*layers, *cache[cfg.layers :]), after, Sampled(packet, chosen)
 
 
@@ -248,6 +248,14 @@ def _draw(logits: Float[Array, "B V"], rows: Slots) -> tuple[Slots, Int[Array, "
     position = rows.position + 1
     token, logp = sample(logits, rows.temperature, rows.key, position)
     raw = raw_logprobs(logits, token, logp, rows.temperature)
+    return advanced(rows, token, logp, raw)
+
+
+def advanced(
+    rows: Slots, token: Int[Array, " B"], logp: Float[Array, " B"], raw: Float[Array, " B"]
+) -> tuple[Slots, Int[Array, "B 4"]]:
+    """The rows after a sampled token, and its packet."""
+    position = rows.position + 1
     stopped = jnp.any(token[:, None] == rows.stop, axis=-1)
     left = rows.left - 1
     ended = jnp.where(stopped, packets.STOPPED, packets.EXHAUSTED)
@@ -264,11 +272,11 @@ def _draw(logits: Float[Array, "B V"], rows: Slots) -> tuple[Slots, Int[Array, "
     return after, jnp.stack([token, *bits, jnp.where(active, status, packets.IDLE)], axis=-1)
 
 
-def _ready(mesh: Mesh | None) -> transformer.Ready:
+def ready_on(mesh: Mesh | None) -> transformer.Ready:
     return transformer.Ready(cut=Cut(spread=mesh))
 
 
-def _recorded(routing: Routing | None, cfg: ModelConfig) -> Int[Array, "... layers k"]:
+def recorded(routing: Routing | None, cfg: ModelConfig) -> Int[Array, "... layers k"]:
     """The experts of each token in all layers."""
     assert routing is not None, "routes of a model without experts"
     return jnp.moveaxis(routing.experts, 0, -2).astype(route_dtype(cfg.experts))

@@ -5,20 +5,25 @@ known. Invariant: what leaves of a job are its tokens, each once and in order, a
 first tokens the routes of all that were fed.
 """
 
+from typing import Any
+
 import numpy as np
 
+from forge_jax.drawing import Support
 from forge_jax.rollout.jobs import Job, Stay
 from forge_jax.rollout.packets import (
     EXHAUSTED,
     GOES_ON,
     IDLE,
     LOGP,
+    RAW,
     SAMPLED,
     STATUS,
     STOPPED,
     Sampled,
 )
 from forge_jax.rollout.plans import Results
+from forge_jax.rollout.shaped import Draws
 from forge_jax.types import Chunk, Finish
 
 
@@ -39,25 +44,51 @@ def routes_of(job: Job, number: int, page: int) -> np.ndarray | None:
     return None if job.routes is None else job.routes[number * page : (number + 1) * page].copy()
 
 
-def sampled_by(block: Sampled, slot: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """What a decode call sampled in a slot, i32[n, 4], and the routes of the tokens that were
-    fed for it."""
-    packet = block.packet[:, :, slot].reshape(-1, block.packet.shape[-1])
-    real = packet[:, STATUS] != IDLE
-    if block.routes is None:
-        return packet[real], None
-    routes = block.routes[:, :, slot]
-    return packet[real], routes.reshape(-1, *routes.shape[2:])[real]
+def sampled_by(block: Sampled, slot: int) -> tuple[np.ndarray, np.ndarray | None, Draws | None]:
+    """What a decode call sampled in a slot, i32[n, 4], the routes of the tokens that were fed
+    for it, and what they were drawn from where some request shaped that."""
+    real = block.packet[:, :, slot, STATUS] != IDLE
+
+    def own(x: np.ndarray) -> np.ndarray:
+        return x[:, :, slot][real]
+
+    routes = None if block.routes is None else own(block.routes)
+    draws = None if block.draws is None else Draws(*map(own, block.draws))
+    return own(block.packet), routes, draws
+
+
+def _told(job: Job, draws: Draws | None, count: int) -> dict[str, Any]:
+    """What a chunk tells of its draws, where the request has settings."""
+    if draws is None or not job.sampling.shaped:
+        return {}
+    support = Support(
+        ids=draws.ids[:count],
+        offsets=draws.offsets[:count],
+        kind=draws.kind[:count].astype(np.int8),
+    )
+    told: dict[str, Any] = {"support": support}
+    most = job.sampling.top_logprobs
+    if most:
+        told["top_ids"] = draws.top_ids[:count, :most]
+        told["top_logprobs"] = draws.top_logprobs[:count, :most]
+    return told
 
 
 def chunk_of(
-    stay: Stay, packet: np.ndarray, fed: np.ndarray | None, results: Results, page: int
+    stay: Stay,
+    packet: np.ndarray,
+    fed: np.ndarray | None,
+    draws: Draws | None,
+    results: Results,
+    page: int,
 ) -> Chunk:
     """The chunk of what was sampled, one token or more; the job has it from then on."""
     job = stay.job
     packet, finish, stop_text = _cut(job, packet)
     ids, count = np.ascontiguousarray(packet[:, SAMPLED]), len(packet)
-    logprobs = np.ascontiguousarray(packet[:, LOGP]).view(np.float32)
+    logprobs, raw = (
+        np.ascontiguousarray(packet[:, column]).view(np.float32) for column in (LOGP, RAW)
+    )
     if not np.isfinite(logprobs).all():
         raise FloatingPointError(f"weights of version {results.version} gave {logprobs=}")
     if fed is not None:
@@ -75,6 +106,8 @@ def chunk_of(
         queue_seconds=job.began - job.submitted if first else 0.0,
         cached_tokens=job.cached if first else 0,
         routes=None if fed is None else _leaving(stay, page),
+        raw=raw,
+        **_told(job, draws, count),
     )
 
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from forge_jax.config import RolloutConfig
 from forge_jax.models.config import ModelConfig
-from forge_jax.rollout import moving, programs
+from forge_jax.rollout import moving, programs, shaped_programs
 from forge_jax.rollout.cache import empty_pool, pool_sharding
 from forge_jax.rollout.packets import (
     SCRATCH,
@@ -25,9 +25,12 @@ from forge_jax.rollout.packets import (
     decode_shapes,
     pack_decode,
     pack_prefill,
+    pack_settings,
     prefill_shapes,
+    shaped_shape,
 )
 from forge_jax.rollout.plans import Plan, Results
+from forge_jax.rollout.shaped import Told
 from forge_jax.rollout.speculation import Drafter, empty_drafter
 from forge_jax.rollout.tiers.fingerprint import fingerprint
 from forge_jax.sharding import automatic, mesh_of, replicated
@@ -122,6 +125,11 @@ class Runner:
             self._prefill(pack_prefill([], prefill, self._rollout), prefill)
         for decode in decode_shapes(self._rollout):
             self._decode(pack_decode([], [], decode, self._rollout), decode)
+        if self._rollout.shaping:
+            shape = shaped_shape(self._rollout)
+            packet = pack_decode([], [], shape, self._rollout)
+            settings = pack_settings([], shape, self._rollout.page)
+            self._decode(np.concatenate([packet, settings]), shape)
         self.ingest([SCRATCH], self.export([SCRATCH]))
         jax.block_until_ready(self._pool)
 
@@ -190,6 +198,21 @@ class Runner:
         return routes
 
     def _decode(self, packet: np.ndarray, shape: DecodeShape) -> Sampled:
+        if shape.shaped:
+            rollout = self._rollout
+            self._pool, self._slots, result = shaped_programs.decode(
+                self._weights,
+                self._pool,
+                self._slots,
+                packet,
+                cfg=self._cfg,
+                shape=shape,
+                told=Told(top=rollout.top_logprobs, support=rollout.support),
+                attention=self._attention,
+                routes=rollout.routes,
+                mesh=mesh_of(self._weights),
+            )
+            return result
         self._pool, self._slots, self._drafter, result = programs.decode(
             self._weights,
             self._pool,

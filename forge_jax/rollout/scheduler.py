@@ -16,6 +16,7 @@ from forge_jax.rollout.placement import place
 from forge_jax.rollout.planning import plan_decode, plan_prefill, reach, window
 from forge_jax.rollout.plans import Decode, Plan, Prefill, Results
 from forge_jax.rollout.reading import chunk_of, read_prefills, routes_of, sampled_by
+from forge_jax.rollout.shaped import Draws
 from forge_jax.rollout.speculator import Speculator
 from forge_jax.types import Chunk, Finish
 
@@ -56,6 +57,12 @@ class Scheduler:
     def goes_on(self) -> bool:
         """Some running request may sample more than has been asked of it."""
         return any(not stay.asked for stay in self._stays.values())
+
+    @property
+    def stepwise(self) -> bool:
+        """Some request needs what it was given last before more is asked of it."""
+        jobs = [*self._waiting.values(), *(stay.job for stay in self._stays.values())]
+        return any(job.sampling.shaped for job in jobs)
 
     def submit(self, job: Job) -> None:
         self._waiting[job.number] = job
@@ -150,12 +157,17 @@ class Scheduler:
         assert seated == {*self._stays}, f"{seated=} but {[*self._stays]} run"
 
     def _read(
-        self, stay: Stay, packet: np.ndarray, fed: np.ndarray | None, results: Results
+        self,
+        stay: Stay,
+        packet: np.ndarray,
+        fed: np.ndarray | None,
+        draws: Draws | None,
+        results: Results,
     ) -> Chunk | None:
         if not len(packet):
             return None
         page, job = self._cfg.page, stay.job
-        chunk = chunk_of(stay, packet, fed, results, page)
+        chunk = chunk_of(stay, packet, fed, draws, results, page)
         self.counts["sampled"] += len(chunk.ids)
         if not self._cfg.deterministic:  # where a decode step's bits are not those of a prefill
             for number, node in self.memory.publish(stay, job.length - 1):

@@ -1,4 +1,4 @@
-"""What requests do to logits before a token is drawn: bias, penalties, masks, truncation.
+"""What requests do to logits before a token is drawn: bias, penalties, truncation.
 
 Logits, the settings of the rows and what their sequences have had flow in; logits of what may
 come flow out. Invariant: rows do not see one another, and one that asks for nothing has its
@@ -27,7 +27,6 @@ class Settings:
     stop_from: Array  # i32[B], first position that a stop id may have
     bias_ids: Array  # i32[B, BIASES], -1 where unused
     bias: Array  # f32[B, BIASES]
-    allowed: Array  # u32[B, ceil(V / 32)], a bit for each token that a grammar lets come
 
 
 @pytree
@@ -69,7 +68,7 @@ def changed(
     position: Int[Array, " B"],
 ) -> Changed:
     """Bias, then repetition, then the additive penalties (vLLM's order), and what may not come
-    at `position`: stop ids before their time, and what a grammar forbids."""
+    at `position`: stop ids before their time."""
     vocab = logits.shape[1]
     rows = jnp.arange(len(logits))[:, None]
 
@@ -89,15 +88,9 @@ def changed(
     return Changed(
         logits=x,
         offset=bias - penalty,
-        excluded=waits | ~unpacked_bits(settings.allowed, vocab),
+        excluded=waits,
         scaled=scaled,
     )
-
-
-def unpacked_bits(words: Int[Array, "B W"], vocab: int) -> Bool[Array, "B V"]:
-    """Bit ``i % 32`` of word ``i // 32``, the lowest first."""
-    bits = (words[:, :, None] >> jnp.arange(32, dtype=words.dtype)[None, None]) & 1
-    return bits.reshape(len(words), -1)[:, :vocab] > 0
 
 
 def kept(x: Float[Array, "B V"], settings: Settings) -> Bool[Array, "B V"]:

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from forge_jax.types import Episode, Finish, Outcome, Status, Task, Turn
+from forge_jax.types import Episode, Finish, Outcome, Status, Support, Task, Turn
 
 
 def random_turn(rng: np.random.Generator, largest: int = 12) -> Turn:
@@ -23,6 +23,15 @@ def random_turn(rng: np.random.Generator, largest: int = 12) -> Turn:
         seconds=float(rng.random() * 1e-9),
         queue_seconds=0.1 + 0.2,
         routes=None if rng.random() < 0.5 else random_routes(rng, prompt + output),
+        support=None if rng.random() < 0.5 else random_support(rng, output),
+    )
+
+
+def random_support(rng: np.random.Generator, length: int) -> Support:
+    return Support(
+        ids=rng.integers(-1, 100, (length, 5)).astype(np.int32),
+        offsets=rng.normal(size=(length, 5)).astype(np.float32),
+        kind=rng.integers(0, 3, length).astype(np.int8),
     )
 
 

@@ -1,0 +1,119 @@
+"""The compiled decode steps of calls in which some request changes its logits.
+
+As `programs.decode`, of one shape, and without drafts: settings and all known tokens of the
+rows come with every call, so that nothing of them stays on the device. Invariant: a row that
+asks for nothing samples what it would in `programs.decode`.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from forge_jax.models import transformer
+from forge_jax.models.config import ModelConfig
+from forge_jax.rollout import packets
+from forge_jax.rollout.cache import Pool, attention_at, before_own, closed, opened
+from forge_jax.rollout.packets import DecodeShape, Sampled
+from forge_jax.rollout.programs import (
+    Slots,
+    advanced,
+    page_of,
+    ready_on,
+    recorded,
+    traces,
+    unpacked,
+)
+from forge_jax.rollout.shaped import Draws, Told, draw
+from forge_jax.rollout.shaping import History, Settings, history_of
+
+
+@partial(
+    jax.jit,
+    static_argnames=("cfg", "shape", "told", "attention", "routes", "mesh"),
+    donate_argnames=("pool", "slots"),
+)
+def decode(
+    params: dict[str, Any],
+    pool: Pool,
+    slots: Slots,
+    packed: Int[Array, " n"],
+    *,
+    cfg: ModelConfig,
+    shape: DecodeShape,
+    told: Told,
+    attention: str = "xla",
+    routes: bool = False,
+    mesh: Mesh | None = None,
+) -> tuple[Pool, Slots, Sampled]:
+    """`programs.decode` of a packet that `packets.pack_settings` ends."""
+    traces["decode"] += 1
+    page, direct = page_of(pool), attention == "pallas"
+    width = packets.SETTINGS + 2 * packets.BIASES + shape.own * page
+    rows, tables = unpacked(packed[: -shape.rows * width], shape, slots, page)
+    settings, history = _asked(packed[-shape.rows * width :].reshape(shape.rows, width), cfg.vocab)
+    first = rows.position - before_own(tables, page)
+
+    def step(carry: tuple[Any, Slots, History], _: None) -> tuple[Any, Sampled]:
+        cache, rows, history = carry
+        positions = rows.position[:, None]
+        attend = attention_at(positions, tables, page, direct, mesh)
+        h, cache, routing = transformer.hidden(
+            params, rows.token[:, None], positions, attend, cfg, cache, ready=ready_on(mesh)
+        )
+        logits = transformer.logits(params, h[:, 0], cfg)
+        rows, history, packet, draws = _drawn(logits, rows, settings, history, told)
+        chosen = jnp.swapaxes(recorded(routing, cfg), 0, 1) if routes else None
+        draws = jax.tree.map(lambda x: x[None], draws)
+        return (cache, rows, history), Sampled(packet[None], chosen, draws)
+
+    layers, modules = pool[: cfg.layers], pool[cfg.layers :]  # which draft nothing here
+    cache: Any = layers if direct else opened(layers, tables)
+    (cache, rows, _), results = jax.lax.scan(step, (cache, rows, history), length=shape.steps)
+    layers = cache if direct else closed(layers, cache, tables, first, shape.steps)
+    return (
+        (*layers, *modules),
+        jax.tree.map(lambda old, new: old.at[: shape.rows].set(new), slots, rows),
+        results,
+    )
+
+
+def _asked(wide: Int[Array, "B C"], vocab: int) -> tuple[Settings, History]:
+    floats = jax.lax.bitcast_convert_type(wide, jnp.float32)
+    ids, bias = (x[:, packets.SETTINGS :] for x in (wide, floats))
+    tokens = ids[:, 2 * packets.BIASES :]
+    settings = Settings(
+        top_k=wide[:, packets.TOP_K],
+        top_p=floats[:, packets.TOP_P],
+        min_p=floats[:, packets.MIN_P],
+        presence=floats[:, packets.PRESENCE],
+        frequency=floats[:, packets.FREQUENCY],
+        repetition=floats[:, packets.REPETITION],
+        stop_from=wide[:, packets.STOP_FROM],
+        bias_ids=ids[:, : packets.BIASES],
+        bias=jnp.where(
+            ids[:, : packets.BIASES] >= 0, bias[:, packets.BIASES : 2 * packets.BIASES], 0.0
+        ),
+    )
+    return settings, history_of(tokens, wide[:, packets.PROMPT], vocab)
+
+
+def _drawn(
+    logits: Float[Array, "B V"], rows: Slots, settings: Settings, history: History, told: Told
+) -> tuple[Slots, History, Int[Array, "B 4"], Draws]:
+    """A token after each row's newest one."""
+    position = rows.position + 1
+    draws = draw(logits, rows.temperature, rows.key, position, settings, history, rows.stop, told)
+    x = logits.astype(jnp.float32)
+    chosen = jnp.take_along_axis(x, draws.token[:, None], axis=1)[:, 0]
+    raw = chosen - jax.nn.logsumexp(x, axis=1)
+    new = rows.active[:, None] & (
+        jnp.arange(logits.shape[1], dtype=jnp.int32)[None] == draws.token[:, None]
+    )
+    history = dataclasses.replace(history, counts=history.counts + new)
+    rows, packet = advanced(rows, draws.token, draws.logp, raw)
+    return rows, history, packet, draws
