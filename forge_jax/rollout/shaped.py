@@ -6,7 +6,7 @@ asks for nothing draws what `sampling.sample` draws.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +28,13 @@ class Told:
 class Draws(NamedTuple):
     """Tokens and what they were drawn from; supports as in `drawing.Support`."""
 
-    token: Array  # i32[B]
-    logp: Array  # f32[B], of the distribution that was sampled
-    top_ids: Array  # i32[B, top], likeliest first, -1 where fewer can come
-    top_logprobs: Array  # f32[B, top]; where greedy as if temperature were 1
-    ids: Array  # i32[B, S]
-    offsets: Array  # f32[B, S]
-    kind: Array  # i32[B]
+    token: Any  # i32[B]
+    logp: Any  # f32[B], of the distribution that was sampled
+    top_ids: Any  # i32[B, top], likeliest first, -1 where fewer can come
+    top_logprobs: Any  # f32[B, top]; where greedy as if temperature were 1
+    ids: Any  # i32[B, S]
+    offsets: Any  # f32[B, S]
+    kind: Any  # i32[B]
 
 
 def draw(

@@ -135,8 +135,8 @@ def _last_kept(
         count = 1 + jnp.sum(passed < mass[:, None], axis=-1)
         count = jnp.where(settings.top_p < 1, jnp.minimum(count, most), most)
         at = jnp.minimum(count, width)[:, None] - 1
-        last = (jnp.take_along_axis(y, at, axis=1)[:, 0] for y in (values, ids))
-        return *last, (count <= width) | (width == vocab)
+        value, index = (jnp.take_along_axis(y, at, axis=1)[:, 0] for y in (values, ids))
+        return value, index, (count <= width) | (width == vocab)
 
     values, ids = jax.lax.top_k(x, min(WINDOW, vocab))
     value, index, settled = found(values, ids)

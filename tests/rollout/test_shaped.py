@@ -154,7 +154,7 @@ def test_rows_do_not_see_one_another() -> None:
     given = inputs(len(CASES), seed=2)
     together = jax.device_get(call(list(CASES.values()), given))
     for row, case in enumerate(CASES.values()):
-        alone = jax.tree.map(lambda x: jnp.repeat(x[row : row + 1], len(CASES), 0), given)
+        alone = jax.tree.map(lambda x, row=row: jnp.repeat(x[row : row + 1], len(CASES), 0), given)
         once = jax.device_get(call([case] * len(CASES), alone))
         for a, b in zip(together, once, strict=True):
             np.testing.assert_array_equal(a[row], b[0])
