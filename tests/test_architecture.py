@@ -11,7 +11,8 @@ MAY_IMPORT = {
     "types": {"drawing"},
     "loading": set(),
     "parts": {"loading"},
-    "config": {"loading", "parts"},
+    "rolling": {"loading"},
+    "config": {"loading", "parts", "rolling"},
     "trees": set(),
     "sharding": {"config", "trees"},
     "collectives": set(),
@@ -24,12 +25,13 @@ MAY_IMPORT = {
     "agents": {"types", "config"},
     "sched": {"types", "drawing", "config"},
     "rl": {
-        "types", "drawing", "config", "trees", "sharding", "collectives", "attention",
-        "models", "rollout",
-        "gateway", "agents", "sched",
+        "types", "drawing", "config", "trees", "sharding", "collectives", "attention", "models",
+        "rollout", "gateway", "agents", "sched",
     },
 }  # fmt: skip
-JAX_FREE = {"drawing", "types", "loading", "parts", "config", "gateway", "agents", "sched"}
+JAX_FREE = {
+    "drawing", "types", "loading", "parts", "rolling", "config", "gateway", "agents", "sched",
+}  # fmt: skip
 
 
 def modules() -> list[Path]:

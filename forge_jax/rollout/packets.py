@@ -145,7 +145,7 @@ def pack_decode(
         bundle[0] = len(pages)
         bundle[1 : 1 + len(pages)] = pages
     parts = [wide.reshape(-1), shared.reshape(-1)]
-    if rollout.speculate == "ngram":
+    if rollout.speculate == "ngram" and not shape.shaped:
         said = np.zeros((shape.rows, 2 * rollout.context), np.int32)
         for row in rows:
             if row.fresh is not None and row.fresh.said is not None:

@@ -54,7 +54,7 @@ def decode(
     traces["decode"] += 1
     page, direct = page_of(pool), attention == "pallas"
     width = packets.SETTINGS + 2 * packets.BIASES + shape.own * page
-    rows, tables = unpacked(packed[: -shape.rows * width], shape, slots, page)
+    rows, _, tables = unpacked(packed[: -shape.rows * width], shape, slots, page)
     settings, history = _asked(packed[-shape.rows * width :].reshape(shape.rows, width), cfg.vocab)
     first = rows.position - before_own(tables, page)
 

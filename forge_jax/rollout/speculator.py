@@ -30,8 +30,10 @@ class Speculator:
         """Drafts before each step of the next decode call, of `stays`."""
         if self._cfg.speculate == "off":
             return 0
-        rows = fit(max(stay.slot for stay in stays) + 1, row_buckets(self._cfg))
-        chosen = self._depths.choose(rows, any(stay.followed for stay in stays))
+        chosen = 0  # where logits are changed, see `planning`
+        if not any(stay.job.sampling.shaped for stay in stays):
+            rows = fit(max(stay.slot for stay in stays) + 1, row_buckets(self._cfg))
+            chosen = self._depths.choose(rows, any(stay.followed for stay in stays))
         if self._cfg.speculate == "mtp" and not chosen:
             for stay in stays:  # modules do not read what is sampled now
                 stay.followed = False
@@ -57,7 +59,7 @@ class Speculator:
         if decode is None or block is None or self._cfg.speculate == "off":
             return
         shape = decode.shape
-        if not results.plan.prefills:
+        if not results.plan.prefills and not shape.shaped:
             seconds = (results.ended - since) / shape.steps
             self._depths.time(shape.rows, shape.drafts, seconds)
         rows = [i for i, s in enumerate(decode.owners) if s is not None and s.followed]

@@ -19,6 +19,18 @@ OFF = RolloutConfig(slots=4, context=32, page=8, chunk=16, decode_steps=2, pages
 MTP, NGRAM = (dataclasses.replace(OFF, speculate=kind, drafts=2) for kind in ("mtp", "ngram"))
 
 
+def shaped() -> list[Any]:
+    """Requests that change their logits, of which some end early."""
+    rng = np.random.default_rng(1)
+    settings: list[dict[str, Any]] = [
+        {"max_tokens": 3, "presence_penalty": 1.0},
+        {"max_tokens": 7, "top_k": 4},
+        {"max_tokens": 2, "logit_bias": ((5, 4.0),), "temperature": 0.0},
+    ]
+    prompts = [rng.integers(0, CFG.vocab, 9).astype(np.int32) for _ in settings]
+    return [ask(p, seed=9, **s) for p, s in zip(prompts, settings, strict=True)]
+
+
 def requests() -> list[Any]:
     """More than there are slots and pages for, some of one prompt, of all settings."""
     rng = np.random.default_rng(0)
@@ -30,6 +42,24 @@ def requests() -> list[Any]:
         {"max_tokens": 5, "choice": 2},
     ]
     return [ask(p, seed=i, **s) for i, s in enumerate(settings) for p in prompts]
+
+
+async def mixed(rollout: RolloutConfig) -> tuple[list[Completion], dict[str, float]]:
+    """Shaped requests that come while plain ones are drafted, and end before these do."""
+    with ThreadPoolExecutor(1) as device:
+        params = layout.init(CFG, jax.random.key(4))
+        engine = RolloutEngine(CFG, params, (), rollout, BYTES, device)
+        async with serving(engine):
+            plain = [asyncio.create_task(complete(engine, r)) for r in requests()[:3]]
+            found = []
+            for request in shaped():
+                before = engine.stats()["draft_tokens"]
+                while engine.stats()["draft_tokens"] == before and not all(
+                    task.done() for task in plain
+                ):
+                    await asyncio.sleep(0)
+                found.append(await complete(engine, request))
+            return [*await asyncio.gather(*plain), *found], dict(engine.stats())
 
 
 async def said(rollout: RolloutConfig) -> tuple[list[Completion], dict[str, float]]:

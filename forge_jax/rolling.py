@@ -1,0 +1,101 @@
+"""Configuration of the rollout engine."""
+
+import math
+from dataclasses import dataclass
+
+from forge_jax.loading import check
+
+DTYPES = ("float32", "bfloat16")  # that layers are computed in
+UPDATES = ("keep", "recompute", "wait", "abort")  # see `forge_jax.rollout.engine`
+PAGED = ("auto", "xla", "pallas")  # see `forge_jax.attention.paged`
+SPECULATE = ("off", "mtp", "ngram")  # what drafts: nothing, the model's modules, earlier text
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """Sizes of the rollout engine; every compiled shape follows from them."""
+
+    slots: int = 64  # sequences decoded at once
+    context: int = 64  # tokens a sequence may have, prompt included
+    page: int = 16  # tokens of a page of keys and values
+    pages: int | None = None  # of all sequences and of what is cached; null: see `pool_pages`
+    chunk: int = 256  # tokens of a prefill call
+    decode_steps: int = 4  # tokens decoded per device call
+    dtype: str | None = None  # of the engine's copy of the weights; null: as they are given
+    routes: bool = False  # record which experts every token uses, for training to replay
+    prefix_cache: bool = True  # read what other requests have computed of a prompt
+    deterministic: bool = False  # one shape a program: the same bits whatever is cached
+    update: str = "keep"  # what new weights do to running requests: keep | recompute | wait | abort
+    attention: str = "auto"  # over pages: auto (by the device) | xla | pallas
+    host_pages: int = 0  # pages kept in host memory when they leave the device; 0: none
+    store: str | None = None  # where pages are kept that engines share: see docs/rollout.md
+    shaping: bool = False  # serve truncation, penalties, bias, min_tokens and top log-probs
+    top_logprobs: int = 0  # likeliest tokens told beside a sampled one, at most; needs shaping
+    support: int = 64  # tokens that the support of a shaped draw may list, to be trained on
+    speculate: str = "off"  # what drafts tokens for the model to verify: off | mtp | ngram
+    drafts: int = 2  # tokens drafted at most for a verify; fewer, or none, where that is faster
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "context", "page", "chunk", "decode_steps"):
+            check(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive")
+        check(self.chunk % self.page == 0, f"chunk={self.chunk} must be whole pages of {self.page}")
+        least = self.sequence_pages + 1
+        check(
+            self.pages is None or self.pages > least,
+            f"pages={self.pages} must be above {least}, for one sequence and for padding",
+        )
+        check(self.host_pages >= 0, f"host_pages={self.host_pages} must be >= 0")
+        check(
+            self.prefix_cache or not (self.host_pages or self.store),
+            "prefix_cache=False: host_pages and store keep pages of the prefix cache",
+        )
+        check(self.support >= 1, f"support={self.support} must be at least 1")
+        check(self.top_logprobs >= 0, f"top_logprobs={self.top_logprobs} must be >= 0")
+        check(
+            self.shaping or not self.top_logprobs,
+            f"top_logprobs={self.top_logprobs} needs shaping=True",
+        )
+        check(self.drafts >= 1, f"drafts={self.drafts} must be at least 1")
+        choices = (("update", UPDATES), ("attention", PAGED), ("speculate", SPECULATE))
+        for name, known in choices:
+            said = getattr(self, name)
+            check(said in known, f"{name}={said!r} must be one of {', '.join(known)}")
+        check(
+            self.dtype in (None, *DTYPES), f"dtype={self.dtype!r} must be null or one of {DTYPES}"
+        )
+
+    @property
+    def tiered(self) -> bool:
+        """Pages are kept below the device."""
+        return self.host_pages > 0 or self.store is not None
+
+    @property
+    def sequence_pages(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.context // self.page)
+
+    @property
+    def pool_pages(self) -> int:
+        """Pages there are; where `pages` is null as many as all slots can fill, half as many again
+        for what is cached, and one that padding is written to."""
+        if self.pages is not None:
+            return self.pages
+        return (3 * self.slots * self.sequence_pages + 1) // 2 + 2
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Numbers of drafts that are compiled: none, powers of two, and the most."""
+        if self.speculate == "off":
+            return (0,)
+        powers = (1 << i for i in range(self.drafts.bit_length()))
+        return (0, *sorted({*powers, self.drafts}))
+
+    @property
+    def modules(self) -> int:
+        """Prediction modules of the model that the engine drafts with."""
+        return self.drafts if self.speculate == "mtp" else 0
+
+    @property
+    def bundle(self) -> int:
+        """Slots that may read a common prefix together: a power of two that divides them all."""
+        return math.gcd(self.slots, 8)
