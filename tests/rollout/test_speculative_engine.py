@@ -13,7 +13,13 @@ from test_drafting import CFG
 
 from forge_jax.config import RolloutConfig, UserError
 from forge_jax.models import layout
+from forge_jax.rollout import packets
 from forge_jax.rollout.engine import RolloutEngine
+from forge_jax.rollout.jobs import Limits, job_of
+from forge_jax.rollout.ngram import NOTHING
+from forge_jax.rollout.packets import Sampled
+from forge_jax.rollout.plans import Results
+from forge_jax.rollout.scheduler import Scheduler
 
 OFF = RolloutConfig(slots=4, context=32, page=8, chunk=16, decode_steps=2, pages=14)
 MTP, NGRAM = (dataclasses.replace(OFF, speculate=kind, drafts=2) for kind in ("mtp", "ngram"))
@@ -44,49 +50,89 @@ def requests() -> list[Any]:
     return [ask(p, seed=i, **s) for i, s in enumerate(settings) for p in prompts]
 
 
-async def mixed(rollout: RolloutConfig) -> tuple[list[Completion], dict[str, float]]:
-    """Shaped requests that come while plain ones are drafted, and end before these do."""
+def mixed() -> list[Any]:
+    """Plain requests with shaped ones between them."""
+    plain = requests()
+    return [*plain[:6], shaped()[0], *plain[6:11], *shaped()[1:], *plain[11:]]
+
+
+def check_same(found: list[Completion], others: list[Completion]) -> None:
+    for one, other in zip(found, others, strict=True):
+        assert (one.ids, one.finish) == (other.ids, other.finish)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+async def said(
+    rollout: RolloutConfig, asked: list[Any]
+) -> tuple[list[Completion], dict[str, float]]:
     with ThreadPoolExecutor(1) as device:
         params = layout.init(CFG, jax.random.key(4))
         engine = RolloutEngine(CFG, params, (), rollout, BYTES, device)
         async with serving(engine):
-            plain = [asyncio.create_task(complete(engine, r)) for r in requests()[:3]]
-            found = []
-            for request in shaped():
-                before = engine.stats()["draft_tokens"]
-                while engine.stats()["draft_tokens"] == before and not all(
-                    task.done() for task in plain
-                ):
-                    await asyncio.sleep(0)
-                found.append(await complete(engine, request))
-            return [*await asyncio.gather(*plain), *found], dict(engine.stats())
-
-
-async def said(rollout: RolloutConfig) -> tuple[list[Completion], dict[str, float]]:
-    with ThreadPoolExecutor(1) as device:
-        params = layout.init(CFG, jax.random.key(4))
-        engine = RolloutEngine(CFG, params, (), rollout, BYTES, device)
-        async with serving(engine):
-            found = await asyncio.gather(*(complete(engine, r) for r in requests()))
-            again = await asyncio.gather(*(complete(engine, r) for r in requests()[:4]))
+            found = await asyncio.gather(*(complete(engine, r) for r in asked))
+            again = await asyncio.gather(*(complete(engine, r) for r in asked[:4]))
         return [*found, *again], dict(engine.stats())
 
 
 @pytest.fixture(scope="module")
 def off() -> list[Completion]:
-    return asyncio.run(said(OFF))[0]
+    return asyncio.run(said(OFF, requests()))[0]
+
+
+@pytest.fixture(scope="module")
+def off_mixed() -> list[Completion]:
+    return asyncio.run(said(dataclasses.replace(OFF, shaping=True), mixed()))[0]
 
 
 @pytest.mark.parametrize("rollout", [MTP, NGRAM], ids=["mtp", "ngram"])
 def test_on_is_off(off: list[Completion], rollout: RolloutConfig) -> None:
-    found, stats = asyncio.run(said(rollout))
-    for one, other in zip(found, off, strict=True):
-        assert (one.ids, one.finish) == (other.ids, other.finish)
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    found, stats = asyncio.run(said(rollout, requests()))
+    check_same(found, off)
     assert stats["draft_tokens"] > 0
     assert 0 <= stats["accepted_tokens"] <= stats["draft_tokens"]
     if rollout is NGRAM:  # the same greedy requests again: what was said before is drafted
         assert stats["accepted_tokens"] > 0
+
+
+@pytest.mark.parametrize("rollout", [MTP, NGRAM], ids=["mtp", "ngram"])
+def test_on_is_off_where_some_change_their_logits(
+    off_mixed: list[Completion], rollout: RolloutConfig
+) -> None:
+    found, stats = asyncio.run(said(dataclasses.replace(rollout, shaping=True), mixed()))
+    check_same(found, off_mixed)
+    assert stats["draft_tokens"] > 0
+
+
+def test_a_drafter_is_told_what_a_shaped_call_sampled() -> None:
+    rollout = dataclasses.replace(NGRAM, shaping=True)
+    scheduler = Scheduler(rollout, b"0")
+    limits = Limits(context=rollout.context, vocab=CFG.vocab, stop_ids=())
+    prompt, steps = np.array([7], np.int32), rollout.decode_steps
+    asked = ask(prompt), ask(prompt, top_k=3, max_tokens=steps)
+    for number, request in enumerate(asked):
+        scheduler.submit(job_of(request, limits, number, (0, number), None, 0.0))
+    plan = scheduler.plan()
+    assert plan is not None
+    assert plan.decode is not None
+    assert plan.decode.shape.shaped
+    packet = np.zeros((steps, 1, rollout.slots, 4), np.int32)
+    packet[:, 0, :, packets.SAMPLED] = 11 + np.arange(steps)[:, None]
+    packet[:, 0, :, packets.STATUS] = packets.GOES_ON
+    [shaped] = [s.slot for s in plan.decode.owners if s is not None and s.job.number == 1]
+    packet[-1, 0, shaped, packets.STATUS] = packets.EXHAUSTED
+    block = Sampled(packet, None)
+    scheduler.apply(Results(plan=plan, version=0, began=0.0, ended=0.0, routes=(), block=block))
+    after = scheduler.plan()
+    assert after is not None
+    assert after.decode is not None
+    assert not after.decode.shape.shaped
+    [slot] = [s.slot for s in after.decode.owners if s is not None]
+    shape = after.decode.shape
+    header = after.decode.packet[slot * (packets.HEADER + shape.own) :]
+    assert header[packets.STATE] == packets.FRESH
+    own = after.decode.packet[-shape.rows * 2 * rollout.context :].reshape(shape.rows, 2, -1)
+    known = [7, *range(11, 11 + steps)]
+    assert own[slot, 1].tolist() == known + [NOTHING] * (rollout.context - len(known))
 
 
 def test_more_drafts_than_modules_are_refused() -> None:
