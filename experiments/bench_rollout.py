@@ -66,6 +66,7 @@ class BenchConfig:
             check(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
         for name in ("prefix", "temperature", "seed"):
             check(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must be >= 0")
+        assert self.rollout  # which checks the sizes of the engine
 
     @property
     def context(self) -> int:
@@ -201,7 +202,7 @@ def report(
     tokens = sum(len(call.output) for call in calls)
     first = [call.first for call in calls]
     gaps = [gap for call in calls for gap in call.gaps] or [0.0]
-    drafted = stats.get("draft_tokens", 0)
+    drafted = stats["draft_tokens"]
     return {
         "tokens_out": tokens,
         "seconds": seconds,

@@ -2,7 +2,7 @@
 
 Queries flow in with the last position that each may see, outputs and log-sum-exps flow out, so
 that parts of one context can be attended to apart and merged. Invariant: what lies beyond the
-last position that a query sees does not touch its output.
+last position that a query sees does not touch its output, as long as it is finite.
 """
 
 from functools import partial

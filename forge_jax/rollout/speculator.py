@@ -72,6 +72,7 @@ class Speculator:
         gains = self._depths.speedups().items()
         verifies = self.counts["verifies"]
         return {
+            "drafts": verifies,
             "draft_tokens": self.counts["tried"],
             "accepted_tokens": self.counts["accepted"],
             "tokens_per_verify": 1 + self.counts["accepted"] / verifies if verifies else 1.0,

@@ -95,11 +95,11 @@ def test_decoding_is_planned(tmp_path: Path) -> None:
     assert found["fits"] is True
     layer = 512 * 128 * (8 + 2 * 2 + 8) + 3 * 512 * 2048
     read = 2 * (2 * layer + 512 * 8192) / 2  # bytes of bfloat16, over two ranks; no embedding
-    cache = 2 * 2 * 65536 * 128 * (2 / 2) * (8 / 2) * 2
+    cache = 2 * 2 * 65536 * 128 * (2 / 2) * 8 * 2  # every place reads the pages of all slots
     assert 1 <= found["bytes_per_chip"] / (read + cache) < 1.5, "little is laid out anew"
-    assert found["flops_per_chip"] == pytest.approx(found["model_flops"] / 4, rel=0.1)
+    assert found["flops_per_chip"] == pytest.approx(found["model_flops"] / 2, rel=0.1)
     [summed] = [size for name, size in found["collectives"].items() if name == "psum tensor"]
-    assert summed > 2 * 2 * (8 / 2) * 512 * 2 / 2, "of attention and feed-forward in every layer"
+    assert summed > 2 * 2 * 8 * 512 * 2 / 2, "of attention and feed-forward in every layer"
     assert found["limited_by"] == "HBM bandwidth"
     [guess] = json.loads((tmp_path / "run" / "plan.json").read_text())["estimates"]
     assert guess["roofline_seconds"] == pytest.approx(found["roofline_seconds"], rel=0.4)

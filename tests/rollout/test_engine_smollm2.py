@@ -1,0 +1,81 @@
+"""The engine on real weights: SmolLM2-135M's greedy tokens and log-probs are transformers'."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from experiments.models import resolve
+from experiments.smollm2 import fetch
+from forge_jax.config import RolloutConfig, UserError
+from forge_jax.rollout.engine import RolloutEngine
+from forge_jax.types import Request, Sampling
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("gguf", reason="the package gguf is not installed")
+torch = pytest.importorskip("torch", reason="torch, the oracle, is not installed")
+transformers = pytest.importorskip("transformers", reason="the oracle is not installed")
+
+SIZES = RolloutConfig(slots=8, context=64, page=8, chunk=32, decode_steps=8, deterministic=True)
+TOKENS = 16
+PROMPTS = [
+    "The capital of France is",
+    "Water boils at a temperature of",
+    "Once upon a time, in a small village by the sea,",
+    "def fibonacci(n):\n    ",
+    "The three laws of motion were formulated by",
+    "My favourite recipe begins with two cups of flour and",
+    "In 1969, the first human being walked on",
+    "The opposite of hot is",
+    "1, 2, 3, 4, 5,",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "Photosynthesis is the process by which plants",
+    "The largest planet of the solar system is",
+    "import numpy as np\n\nx = np.",
+    "She opened the door and saw",
+    "A triangle has three sides, and a square has",
+    "To be, or not to be,",
+    "The chemical symbol of gold is",
+    "Machine learning is a field of",
+    "The quick brown fox jumps over",
+    "Question: What is the tallest mountain on Earth?\nAnswer:",
+]
+
+
+async def answers(model, prompts: list[np.ndarray]) -> list[tuple[list[int], np.ndarray]]:
+    """Greedy tokens and their log-probs under softmax(logits), all prompts at once."""
+
+    async def one(engine: RolloutEngine, prompt: np.ndarray) -> tuple[list[int], np.ndarray]:
+        sampling = Sampling(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+        chunks = [c async for c in engine.generate(Request(prompt=prompt, sampling=sampling))]
+        ids = np.concatenate([c.ids for c in chunks]).tolist()
+        return ids, np.concatenate([c.raw for c in chunks])
+
+    with ThreadPoolExecutor(1) as device:
+        engine = RolloutEngine(model.cfg, model.params, (), SIZES, model.chat.tokenizer, device)
+        serving = asyncio.create_task(engine.serve())
+        found = await asyncio.gather(*(one(engine, prompt) for prompt in prompts))
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+    return list(found)
+
+
+def test_greedy_tokens_are_those_of_transformers() -> None:
+    try:
+        file = fetch()
+    except UserError as error:
+        pytest.skip(f"the weights cannot be had here: {error}")
+    model = resolve(str(file))
+    prompts = [np.array(model.chat.tokenizer.encode(text), np.int32) for text in PROMPTS]
+    ours = asyncio.run(answers(model, prompts))
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    for prompt, (ids, logprobs) in zip(prompts, ours, strict=True):
+        assert len(ids) == TOKENS
+        with torch.inference_mode():
+            logits = oracle(torch.tensor([[*prompt.tolist(), *ids]])).logits[0].float()
+        rows = logits[len(prompt) - 1 : -1]
+        # Each is the likeliest after those before it, so together they are the greedy completion.
+        assert rows.argmax(-1).tolist() == ids
+        expected = rows.log_softmax(-1)[torch.arange(TOKENS), torch.tensor(ids)].numpy()
+        np.testing.assert_allclose(logprobs, expected, atol=1e-4)
