@@ -22,7 +22,7 @@ NOTHING = -1
 
 def drawn(seed: int, choice: int, position: int) -> int:
     """The token that any request of this seed and choice has at a position."""
-    return hash((seed, choice, position, "token")) % VOCAB
+    return hash((seed, choice, position, 7)) % VOCAB
 
 
 class FakeDevice:

@@ -100,7 +100,8 @@ class Host:
                 assert ids == want[: len(ids)]
             else:
                 assert ids == want
-                assert (chunks[-1].finish is Finish.STOP) == (want[-1] in STOPS)
+                stops = want[-1] in STOPS and not request.sampling.ignore_eos
+                assert (chunks[-1].finish is Finish.STOP) == stops
             versions = np.concatenate([chunk.versions for chunk in chunks]).tolist()
             assert versions == sorted(versions)
             if self.cfg.routes and chunks[-1].finish is not Finish.ABORT:
@@ -125,7 +126,7 @@ def alone(request: Request, context: int) -> list[int]:
     ids = []
     for position in range(start, start + limit):
         ids.append(drawn(sampling.seed or 0, sampling.choice, position))
-        if ids[-1] in STOPS:
+        if ids[-1] in STOPS and not sampling.ignore_eos:
             break
     return ids
 
