@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from forge_jax.agents.sources import TaskSource
-from forge_jax.config import TrainConfig, UserError
+from forge_jax.config import RolloutConfig, TrainConfig, UserError
 from forge_jax.models.hf_lora import export_adapter
 from forge_jax.models.load import LoadedModel
 from forge_jax.models.lora import merge, tuned
@@ -97,7 +97,7 @@ async def play(run: Run, start: Start) -> dict[str, Any]:
     """Everything that needs agents: evaluation, reinforcement learning, evaluation."""
     # The engine's copy is taken before the first update.
     params = merge(tuned(start.base, start.state.params), run.cfg.lora)
-    async with serving(run.model, params, start.step, run.cfg.rollout, run.device) as up:
+    async with serving(run.model, params, start.step, sizes(run.cfg), run.device) as up:
         collector = new_collector(run, up)
         keeper = await opened(run, up, start, collector)
         state = await reinforce(
@@ -262,3 +262,10 @@ def summary_of(run: Run, keeper: Keeper, after: Evaluation) -> dict[str, Any]:
         "seconds": keeper.seconds(),
         "run_dir": str(run.folder),
     }
+
+
+def sizes(cfg: TrainConfig) -> RolloutConfig:
+    """The engine of a run. A synchronous one repeats to the bit, whatever is cached when."""
+    return dataclasses.replace(
+        cfg.rollout, deterministic=cfg.rollout.deterministic or cfg.sched.synchronous
+    )
