@@ -66,7 +66,9 @@ def test_an_update_under_a_deep_queue_lets_nobody_read_what_is_old(mode: str) ->
     async def run() -> list[Completion]:
         async with served(cfg) as engine, asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(complete(engine, ask(p, seed=i))) for i, p in enumerate(prompts)
+                # Of many lengths, so that some are under way whenever weights change.
+                group.create_task(complete(engine, ask(p, seed=i, max_tokens=5 + i % 14)))
+                for i, p in enumerate(prompts)
             ]
             for version in (1, 2):
                 sampled = engine.stats()["tokens_sampled"]
