@@ -28,7 +28,8 @@ from forge_jax.types import Chunk, Engine, Refused, Request
 
 LOG = logging.getLogger(__name__)
 PEER = Link(latency=2e-3, token=2e-6)  # before any transfer was seen
-MEANS = ("slot_utilisation", "programs_traced")  # of `stats()`, beside what adds up over engines
+# Numbers of `stats()` that do not add up over engines, by how their names begin.
+MEANS = ("slot_utilisation", "programs_traced", "tokens_per_verify", "acceptance_", "speedup_")
 LEASTS = ("weight_version",)
 
 
@@ -103,10 +104,13 @@ class Router:
         return min(self._engines[name].version for name in self._live())
 
     def stats(self) -> Mapping[str, float]:
-        """Sums over the engines; of some numbers means, of the version the least."""
+        """Sums over the engines; of some numbers means over those that tell them, of the version
+        the least."""
         told = [self._engines[name].stats() for name in self._live()]
-        found: dict[str, float] = {key: sum(one[key] for one in told) for key in told[0]}
-        found |= {key: found[key] / len(told) for key in MEANS if key in found}
+        found: dict[str, float] = {}
+        for key in dict.fromkeys(key for one in told for key in one):
+            values = [one[key] for one in told if key in one]
+            found[key] = sum(values) / (len(values) if key.startswith(MEANS) else 1)
         found |= {key: min(one[key] for one in told) for key in LEASTS if key in found}
         return found | {
             "router_engines": len(self._fleet.names),
