@@ -9,9 +9,8 @@ and values of other weights than those it began with, but where it runs on acros
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,6 +19,7 @@ from forge_jax.config import UPDATES, RolloutConfig, UserError, check
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.tokenizer import Tokenizer
 from forge_jax.rollout import programs
+from forge_jax.rollout.changes import Changes
 from forge_jax.rollout.jobs import Job, Limits, check_asked, job_of, seed_of
 from forge_jax.rollout.keys import root_key
 from forge_jax.rollout.passage import Passage
@@ -82,10 +82,8 @@ class RolloutEngine:
         self._scheduler = Scheduler(rollout, self._root())
         self._callers: dict[int, asyncio.Queue[Chunk | Refused]] = {}
         self._wake = asyncio.Event()
-        self._moved = asyncio.Event()  # something has ended, or may have
         self._turn = asyncio.Lock()  # of the pool and the weights, from a plan to its dispatch
-        self._changing = asyncio.Lock()  # one update or pause at a time
-        self._changes: set[asyncio.Task[None]] = set()
+        self._changes = Changes(self._scheduler, self._turn, self._wake, self._send)
         self._serving = False
         self._closed: str | None = None  # why no request is taken
         self._failure: Exception | None = None
@@ -130,18 +128,17 @@ class RolloutEngine:
         the caller is cancelled. Raises ValueError if the version goes back, the parameters do
         not look like the first ones, or running requests are to end while the engine is paused.
         """
-        await self._lasting(self._swap(version, params))
+        await self._changes.lasting(self._swap(version, params))
 
     async def pause(self, mode: str = "keep") -> None:
         """Plans nothing more until `resume`; new requests wait. `mode` is as in `swap`: running
         requests stay as they are, are computed again later, end first, or are aborted."""
         check(mode in UPDATES, f"mode={mode!r} must be one of {', '.join(UPDATES)}")
-        await self._lasting(self._pause(mode))
+        await self._changes.lasting(self._changes.pause(mode))
 
     def resume(self) -> None:
         """Goes on after a pause."""
-        self._scheduler.paused = False
-        self._wake.set()
+        self._changes.resume()
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Yields chunks as they are decoded; see `types.Engine`."""
@@ -161,7 +158,7 @@ class RolloutEngine:
                 bringing.cancel()
             del self._callers[number]
             self._scheduler.abandon(number)
-            self._moved.set()
+            self._changes.ended()
 
     def cached_prefix(self, ids: np.ndarray) -> list[np.ndarray | None]:
         """The routes, where they are recorded, of each leading page of `ids` that is cached."""
@@ -210,7 +207,7 @@ class RolloutEngine:
             raise
         finally:
             self._serving = False
-            self._moved.set()
+            self._changes.ended()
 
     async def _rounds(self) -> None:
         unread: Flight | None = None
@@ -233,7 +230,7 @@ class RolloutEngine:
                     )
                     if results is not None:
                         self._send(self._scheduler.apply(results))
-                        self._moved.set()
+                        self._changes.ended()
             if idle:
                 await self._wake.wait()
                 await asyncio.sleep(0)  # callers of the same tick come along
@@ -241,52 +238,11 @@ class RolloutEngine:
     async def _swap(self, version: int, params: Any) -> None:
         check(version >= self.version, f"{version=} is older than version={self.version}")
         await self._ready()
-        async with self._changing:
-            scheduler, mode = self._scheduler, self._rollout.update
-            check(
-                not (mode == "wait" and scheduler.paused and scheduler.running),
-                f"update={mode!r} while the engine is paused with requests that run",
-            )
-            async with self._emptied(mode), self._turn:
-                await self._on_device(self._runner.publish, version, params)
-                self._version = version
-                self._settle(mode)
-                scheduler.renew(self._root())
-                self._passage.renew()
-        self._wake.set()
-
-    async def _pause(self, mode: str) -> None:
-        async with self._changing, self._emptied(mode), self._turn:
-            self._scheduler.paused = True
-            self._settle(mode)
-
-    @asynccontextmanager
-    async def _emptied(self, mode: str) -> AsyncGenerator[None, None]:
-        """Where `mode` is "wait", a time in which no request runs and none is admitted."""
-        scheduler = self._scheduler
-        try:
-            scheduler.admitting = mode != "wait"
-            while mode == "wait" and scheduler.running:
-                self._moved.clear()
-                await self._moved.wait()
-            yield
-        finally:
-            scheduler.admitting = True
-            self._wake.set()
-
-    def _settle(self, mode: str) -> None:
-        """Does to running requests what an update or a pause of this mode does."""
-        if mode == "recompute":
-            self._scheduler.retract()
-        elif mode == "abort":
-            self._send(self._scheduler.abort())
-
-    async def _lasting(self, change: Coroutine[Any, Any, None]) -> None:
-        """Runs a change to its end, even if whoever asked for it is cancelled."""
-        task = asyncio.create_task(change)
-        self._changes.add(task)
-        task.add_done_callback(self._changes.discard)
-        await asyncio.shield(task)
+        async with self._changes.between(self._rollout.update):
+            await self._on_device(self._runner.publish, version, params)
+            self._version = version
+            self._scheduler.renew(self._root())
+            self._passage.renew()
 
     async def _bring(self, job: Job) -> None:
         """Fetches pages of a waiting job from the tiers below; it is held until then."""
