@@ -27,6 +27,7 @@ from forge_jax.models.experts import ROWS
 from forge_jax.rollout import packets
 from forge_jax.rollout import programs as engine
 from forge_jax.rollout.cache import pool_sharding
+from forge_jax.rollout.slots import empty_slots
 from forge_jax.sharding import automatic, cuts, replicated
 from forge_jax.trees import Param
 
@@ -57,7 +58,7 @@ def programs(
     packet = packets.pack_decode([], [], shape, rollout)
     states, packed = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(where)),
-        jax.eval_shape(lambda: (engine.empty_slots(count), jnp.asarray(packet))),
+        jax.eval_shape(lambda: (empty_slots(count), jnp.asarray(packet))),
     )
     traced = engine.decode.trace(
         params,

@@ -6,14 +6,13 @@ sequence, all but its last token is read that way, and the last one is fed by th
 step. Invariant: a row's result depends on its own row alone, whatever its slot and neighbours.
 """
 
-import dataclasses
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Int
 
 from forge_jax.collectives import Cut
 from forge_jax.models import layout, transformer
@@ -31,39 +30,11 @@ from forge_jax.rollout.cache import (
 )
 from forge_jax.rollout.modules import Given, Spans, Window
 from forge_jax.rollout.packets import DecodeShape, PrefillShape, Sampled
-from forge_jax.rollout.sampling import raw_logprobs, request_key, sample
+from forge_jax.rollout.slots import Slots, drawn, unpacked
 from forge_jax.rollout.speculation import Drafter
 from forge_jax.rollout.tracing import traces as traces
 from forge_jax.rollout.verify import verified
-from forge_jax.trees import pytree
 from forge_jax.types import route_dtype
-
-
-@pytree
-class Slots:
-    """What each slot is doing; rows are rewritten whole when a request comes."""
-
-    token: Array  # i32[B], the newest token, not yet in the pool
-    position: Array  # i32[B], its position
-    left: Array  # i32[B], tokens that may still be sampled
-    active: Array  # bool[B]
-    key: Key[Array, " B"]  # of the request and choice
-    temperature: Array  # f32[B]
-    stop: Array  # i32[B, STOP_IDS], -1 where unused
-
-
-def empty_slots(size: int) -> Slots:
-    """`size` idle slots."""
-    zeros = jnp.zeros(size, jnp.int32)
-    return Slots(
-        token=zeros,
-        position=jnp.zeros(size, jnp.int32),
-        left=jnp.zeros(size, jnp.int32),
-        active=jnp.zeros(size, bool),
-        key=request_key(zeros, zeros, zeros),
-        temperature=jnp.ones(size, jnp.float32),
-        stop=jnp.full((size, packets.STOP_IDS), -1, jnp.int32),
-    )
 
 
 @partial(
@@ -189,7 +160,7 @@ def decode_step(
         params, tokens, positions, attend, cfg, cache[: cfg.layers], ready=ready_on(mesh)
     )
     logits = transformer.logits(params, jnp.swapaxes(h, 0, 1), cfg)  # [W, B, V]
-    after, packet = verified(logits, drafts, rows, _draw)
+    after, packet = verified(logits, drafts, rows, drawn)
     sampled = jnp.swapaxes(packet[..., packets.SAMPLED], 0, 1)
     seen = Window(h, sampled, after.position - rows.position, rows.position)
     chosen = jnp.swapaxes(recorded(routing, cfg), 0, 1) if routes else None
@@ -199,77 +170,6 @@ def decode_step(
 def page_of(pool: Pool) -> int:
     """Tokens of a page."""
     return pool[0][0].shape[2]
-
-
-def unpacked(
-    packed: Int[Array, " n"], shape: DecodeShape, slots: Slots, page: int
-) -> tuple[Slots, Array, Tables]:
-    """The rows of a packet, those whose state is on the device from there; which ones are fresh,
-    bool[B]; and its tables."""
-    width = packets.HEADER + shape.own
-    wide = packed[: shape.rows * width].reshape(shape.rows, width)
-    shared = packed[shape.rows * width :].reshape(-1, 1 + shape.shared)
-    header = wide[:, : packets.HEADER]
-    state = header[:, packets.STATE]
-    kept = jax.tree.map(lambda x: x[: shape.rows], slots)
-
-    def chosen(old: Array, new: Array) -> Array:
-        fresh = (state == packets.FRESH).reshape(-1, *(1,) * (old.ndim - 1))
-        return jnp.where(fresh, new, old)
-
-    tables = Tables(own=wide[:, packets.HEADER :], shared=shared[:, 1:], pages=shared[:, 0])
-    rows, empty = jax.tree.map(chosen, kept, _fresh(header)), state == packets.EMPTY
-    rows = dataclasses.replace(
-        rows,
-        active=rows.active & ~empty,
-        # Its own table has scratch alone: that is where it writes.
-        position=jnp.where(empty, before_own(tables, page), rows.position),
-    )
-    return rows, state == packets.FRESH, tables
-
-
-def _fresh(header: Int[Array, "B C"]) -> Slots:
-    """Rows of requests that begin, or go on from what is known of them."""
-    return Slots(
-        token=header[:, packets.TOKEN],
-        position=header[:, packets.POSITION],
-        left=header[:, packets.LIMIT],
-        active=header[:, packets.LIMIT] > 0,
-        key=request_key(
-            header[:, packets.SEED_HIGH], header[:, packets.SEED_LOW], header[:, packets.CHOICE]
-        ),
-        temperature=jax.lax.bitcast_convert_type(header[:, packets.TEMPERATURE], jnp.float32),
-        stop=header[:, packets.STOP :],
-    )
-
-
-def _draw(logits: Float[Array, "B V"], rows: Slots) -> tuple[Slots, Int[Array, "B 4"]]:
-    """Samples the token after each row's newest one, and packs token, log-probs and status."""
-    position = rows.position + 1
-    token, logp = sample(logits, rows.temperature, rows.key, position)
-    raw = raw_logprobs(logits, token, logp, rows.temperature)
-    return advanced(rows, token, logp, raw)
-
-
-def advanced(
-    rows: Slots, token: Int[Array, " B"], logp: Float[Array, " B"], raw: Float[Array, " B"]
-) -> tuple[Slots, Int[Array, "B 4"]]:
-    """The rows after a sampled token, and its packet."""
-    position = rows.position + 1
-    stopped = jnp.any(token[:, None] == rows.stop, axis=-1)
-    left = rows.left - 1
-    ended = jnp.where(stopped, packets.STOPPED, packets.EXHAUSTED)
-    status = jnp.where(stopped | (left <= 0), ended, packets.GOES_ON)
-    active = rows.active
-    after = dataclasses.replace(
-        rows,
-        token=jnp.where(active, token, rows.token),
-        position=jnp.where(active, position, rows.position),
-        left=jnp.where(active, left, rows.left),
-        active=active & (status == packets.GOES_ON),
-    )
-    bits = (jax.lax.bitcast_convert_type(x, jnp.int32) for x in (logp, raw))
-    return after, jnp.stack([token, *bits, jnp.where(active, status, packets.IDLE)], axis=-1)
 
 
 def ready_on(mesh: Mesh | None) -> transformer.Ready:

@@ -31,6 +31,7 @@ from forge_jax.rollout.packets import (
 )
 from forge_jax.rollout.plans import Plan, Results
 from forge_jax.rollout.shaped import Told
+from forge_jax.rollout.slots import empty_slots
 from forge_jax.rollout.speculation import Drafter, empty_drafter
 from forge_jax.rollout.tiers.fingerprint import fingerprint
 from forge_jax.sharding import automatic, mesh_of, replicated
@@ -75,7 +76,7 @@ class Runner:
         where = pool_sharding(embed.sharding, self._cfg)
         sizes = (rollout.pool_pages, rollout.page, embed.dtype, where, rollout.modules)
         self._pool = empty_pool(self._cfg, *sizes)
-        made = programs.empty_slots(rollout.slots), empty_drafter(rollout, self._cfg, embed.dtype)
+        made = empty_slots(rollout.slots), empty_drafter(rollout, self._cfg, embed.dtype)
         self._slots, self._drafter = jax.device_put(made, replicated(where))
         if self._attention == "auto":
             [platform] = {device.platform for device in embed.devices()}

@@ -19,17 +19,10 @@ from forge_jax.models.config import ModelConfig
 from forge_jax.rollout import packets
 from forge_jax.rollout.cache import Pool, attention_at, before_own, closed, opened
 from forge_jax.rollout.packets import DecodeShape, Sampled
-from forge_jax.rollout.programs import (
-    Slots,
-    advanced,
-    page_of,
-    ready_on,
-    recorded,
-    traces,
-    unpacked,
-)
+from forge_jax.rollout.programs import page_of, ready_on, recorded, traces
 from forge_jax.rollout.shaped import Draws, Told, draw
 from forge_jax.rollout.shaping import History, Settings, history_of
+from forge_jax.rollout.slots import Slots, advanced, unpacked
 
 
 @partial(

@@ -24,6 +24,7 @@ from forge_jax.rollout.packets import (
     pack_decode,
     pack_prefill,
 )
+from forge_jax.rollout.slots import empty_slots
 from forge_jax.sharding import automatic, make_mesh, mesh_of, replicated, shardings
 
 SLOTS, PAGES = 8, 34
@@ -45,7 +46,7 @@ def arrays(cfg: ModelConfig, axes: dict[str, int]) -> tuple[Any, Any, Any]:
     taken = programs.publish(params, cfg=cfg)
     where = pool_sharding(taken["embed"].sharding, cfg)
     pool = empty_pool(cfg, PAGES, ROLLOUT.page, np.float32, where)
-    return taken, pool, jax.device_put(programs.empty_slots(SLOTS), replicated(where))
+    return taken, pool, jax.device_put(empty_slots(SLOTS), replicated(where))
 
 
 def work(cfg: ModelConfig) -> tuple[np.ndarray, np.ndarray]:

@@ -18,6 +18,7 @@ from forge_jax.rollout.packets import (
     pack_decode,
     pack_prefill,
 )
+from forge_jax.rollout.slots import empty_slots
 from forge_jax.sharding import automatic, make_mesh, mesh_of, replicated, shardings
 
 ROLLOUT = RolloutConfig(slots=4, context=32, page=4, chunk=16, decode_steps=3)
@@ -40,7 +41,7 @@ class Device:
         self.weights = programs.publish(weights(), cfg=SMALL)
         where = self.weights["embed"].sharding
         self.pool = empty_pool(SMALL, PAGES, ROLLOUT.page, np.float32, where)
-        self.slots = programs.empty_slots(ROLLOUT.slots)
+        self.slots = empty_slots(ROLLOUT.slots)
 
     def prefill(self, shape: PrefillShape, *spans: Span) -> None:
         packet = pack_prefill(spans, shape, ROLLOUT)
@@ -133,7 +134,7 @@ def test_what_a_bundle_shares_is_read_as_if_each_row_had_it():
         device.prefill(PARTS, span(tokens, table, 12))
     pool, slots = jax.tree.map(np.asarray, device.pool), device.slots
     apart = device.decode(APART, [row(s, tokens, t, seed=s) for s, t in tables.items()])
-    device.pool, device.slots = jax.tree.map(jax.numpy.asarray, pool), programs.empty_slots(4)
+    device.pool, device.slots = jax.tree.map(jax.numpy.asarray, pool), empty_slots(4)
     together = device.decode(
         TOGETHER, [row(s, tokens, t, 3, s) for s, t in tables.items()], [TABLES[0][:3]]
     )
@@ -196,7 +197,7 @@ def test_pages_read_where_they_are_are_pages_gathered(axes: dict[str, int]) -> N
     found = {}
     for attention in ("xla", "pallas"):
         pool = empty_pool(SMALL, 8, rollout.page, np.float32, where)
-        slots = jax.device_put(programs.empty_slots(4), replicated(where))
+        slots = jax.device_put(empty_slots(4), replicated(where))
         spans = [
             Span(slot=0, start=0, tokens=tokens[:-1], table=table) for table in tables.values()
         ]

@@ -20,6 +20,7 @@ from forge_jax.rollout import programs
 from forge_jax.rollout.cache import empty_pool
 from forge_jax.rollout.engine import RolloutEngine
 from forge_jax.rollout.packets import decode_shapes, pack_decode
+from forge_jax.rollout.slots import empty_slots
 from forge_jax.types import Chunk, Finish, Request, Sampling
 
 CFG = dataclasses.replace(SMALL, family="qwen3_moe", ffn=32, experts=8, experts_per_token=2)
@@ -113,7 +114,7 @@ def test_what_leaves_the_device_is_one_packet_where_no_routes_are_asked_for(para
     shape = decode_shapes(ROLLOUT)[0]
     decode = partial(programs.decode.__wrapped__, cfg=CFG, shape=shape)
     weights = jax.eval_shape(partial(programs.publish, cfg=CFG), params)
-    slots, packet = programs.empty_slots(ROLLOUT.slots), pack_decode([], [], shape, ROLLOUT)
+    slots, packet = empty_slots(ROLLOUT.slots), pack_decode([], [], shape, ROLLOUT)
     *_, sampled = jax.eval_shape(decode, weights, pool, slots, None, packet)
     assert sampled.routes is None
     assert sampled.packet.shape == (shape.steps, 1, shape.rows, 4)

@@ -16,6 +16,7 @@ from forge_jax.rollout import packets, programs
 from forge_jax.rollout.cache import empty_pool
 from forge_jax.rollout.ngram import NOTHING
 from forge_jax.rollout.packets import DecodeRow, DecodeShape, Fresh, PrefillShape, Span
+from forge_jax.rollout.slots import empty_slots
 from forge_jax.rollout.speculation import empty_drafter
 
 SIZES = RolloutConfig(slots=4, context=40, page=4, chunk=16, decode_steps=3)
@@ -36,7 +37,7 @@ class Device:
         where = self.weights["embed"].sharding
         sizes = (PAGES, rollout.page, np.float32, where, rollout.modules)
         self.pool = empty_pool(cfg, *sizes)
-        self.slots = programs.empty_slots(rollout.slots)
+        self.slots = empty_slots(rollout.slots)
         self.drafter = empty_drafter(dataclasses.replace(rollout, pages=PAGES), cfg, np.float32)
 
     def prefill(self, *spans: Span) -> None:
