@@ -44,6 +44,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()  # added to the logits of tokens
     min_tokens: int = 0  # sampled before a stop id can be
     top_logprobs: int = 0  # likeliest tokens told beside each sampled one
+    prompt_logprobs: int | None = None  # ... beside each token of the prompt; None: nothing is
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -59,6 +60,8 @@ class Sampling:
         self._check("repetition_penalty", positive, "a number above 0")
         self._check("min_tokens", self.min_tokens >= 0, "0 or more")
         self._check("top_logprobs", self.top_logprobs >= 0, "0 or more")
+        told = self.prompt_logprobs
+        self._check("prompt_logprobs", told is None or told >= 0, "0 or more")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             most = self.max_tokens
             raise ValueError(f"min_tokens={self.min_tokens} must be at most max_tokens={most}")

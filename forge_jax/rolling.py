@@ -31,6 +31,8 @@ class RolloutConfig:
     store: str | None = None  # where pages are kept that engines share: see docs/rollout.md
     shaping: bool = False  # serve truncation, penalties, bias, min_tokens and top log-probs
     top_logprobs: int = 0  # likeliest tokens told beside a sampled one, at most; needs shaping
+    prompt_logprobs: int | None = None  # likeliest tokens told beside those of a prompt, at most;
+    # null: nothing is told of prompts
     support: int = 64  # tokens that the support of a shaped draw may list, to be trained on
     speculate: str = "off"  # what drafts tokens for the model to verify: off | mtp | ngram
     drafts: int = 2  # tokens drafted at most for a verify; fewer, or none, where that is faster
@@ -55,6 +57,8 @@ class RolloutConfig:
             self.shaping or not self.top_logprobs,
             f"top_logprobs={self.top_logprobs} needs shaping=True",
         )
+        told = self.prompt_logprobs
+        check(told is None or told >= 0, f"prompt_logprobs={told} must be null or >= 0")
         check(self.drafts >= 1, f"drafts={self.drafts} must be at least 1")
         choices = (("update", UPDATES), ("attention", PAGED), ("speculate", SPECULATE))
         for name, known in choices:

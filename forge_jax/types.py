@@ -54,6 +54,20 @@ class Finish(enum.StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class PromptLogprobs:
+    """What a model makes of the tokens of a prompt but the first, each after all before it.
+
+    All are of ``softmax(logits)``, whatever the settings of the request; likelier tokens rank
+    first, equally likely ones by their ids.
+    """
+
+    logprobs: np.ndarray  # f32[P - 1]
+    ranks: np.ndarray  # i32[P - 1], from 1
+    top_ids: np.ndarray  # i32[P - 1, k], likeliest first
+    top_logprobs: np.ndarray  # f32[P - 1, k]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Chunk:
     """Newly sampled tokens of one request, in order; the last one has a finish reason.
 
@@ -78,6 +92,8 @@ class Chunk:
     top_ids: np.ndarray | None = None  # i32[n, top_logprobs], likeliest first; None: not asked for
     top_logprobs: np.ndarray | None = None  # f32[n, top_logprobs], of `top_ids`, as `logprobs` are
     support: Support | None = None  # of each token; None: logits over temperature, all of them
+    prompt: PromptLogprobs | None = None  # on the first chunk, of the weights that sampled its
+    # first token; None: not asked for
 
 
 class Refused(Exception):

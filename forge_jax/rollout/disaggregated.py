@@ -118,6 +118,8 @@ class DisaggregatedEngine:
         Returns the tokens of them that some engine had cached before, and the seconds that the
         request waited for an engine that prefills.
         """
+        if request.sampling.prompt_logprobs is not None:  # read nowhere but where it is decoded
+            return 0, 0.0
         have = len(engine.cached_prefix(ids))
         if have * self._page == len(ids):
             return len(ids), 0.0

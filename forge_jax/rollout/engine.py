@@ -269,7 +269,7 @@ class RolloutEngine:
         stop = StopStrings(sampling.stop, self._tokenizer) if sampling.stop else None
         seed = seed_of(sampling, self._seed, number)
         job = job_of(request, self._limits, number, seed, stop, time.monotonic())
-        job.held = self._rollout.tiered
+        job.held = self._rollout.tiered and not job.scoring
         self._scheduler.submit(job)
         self._callers[number] = asyncio.Queue()
         self._wake.set()

@@ -11,10 +11,10 @@ import numpy as np
 
 from forge_jax.config import RolloutConfig
 from forge_jax.drawing import PLAIN, SHAPING
-from forge_jax.rollout.packets import BIASES, STOP_IDS, Fresh
+from forge_jax.rollout.packets import BIASES, STOP_IDS, Fresh, Scores
 from forge_jax.rollout.prefix import Node
 from forge_jax.rollout.stop import StopStrings
-from forge_jax.types import NO_ROUTE, Refused, Request, Sampling
+from forge_jax.types import NO_ROUTE, PromptLogprobs, Refused, Request, Sampling
 
 
 @dataclass(eq=False, slots=True)
@@ -36,6 +36,7 @@ class Job:
     routed: int = 0  # tokens whose routes have left
     root: bytes = b""  # that `keys` begin with
     keys: list[bytes] = field(default_factory=list)  # of full pages that another may have computed
+    scores: PromptLogprobs | None = None  # of the prompt, as far as they are read
     held: bool = False  # pages of it are being fetched
     awaited: bytes = b""  # a running request is computing this page of it
 
@@ -43,6 +44,11 @@ class Job:
     def total(self) -> int:
         """Tokens it may come to."""
         return len(self.tokens)
+
+    @property
+    def scoring(self) -> bool:
+        """Its prompt is to be read by calls that tell log-probs."""
+        return self.scores is not None and self.silent
 
     def row(self) -> Fresh:
         """What the device must know to go on from here."""
@@ -54,6 +60,13 @@ class Job:
         if self.routes is None:
             self.routes = np.full((self.total, *routes.shape[1:]), NO_ROUTE, routes.dtype)
         self.routes[start : start + len(routes)] = routes
+
+    def score(self, start: int, told: Scores) -> None:
+        """Takes in what is told of the tokens behind those from `start` on."""
+        assert self.scores is not None, "nobody asked for it"
+        for name, new in told._asdict().items():
+            kept = vars(self.scores)[name][start : start + len(new)]
+            kept[:] = new[:, : kept.shape[1]] if kept.ndim > 1 else new
 
 
 @dataclass(eq=False, slots=True)
@@ -144,7 +157,20 @@ def job_of(
         stop_ids=_stop_ids(sampling, limits),
     )
     tokens = np.concatenate([prompt, np.zeros(limit, np.int32)])
-    return Job(number, tokens, len(prompt), len(prompt), fresh, sampling, stop, now)
+    job = Job(number, tokens, len(prompt), len(prompt), fresh, sampling, stop, now)
+    if sampling.prompt_logprobs is not None:
+        job.scores = _unscored(len(prompt) - 1, min(sampling.prompt_logprobs, limits.vocab))
+    return job
+
+
+def _unscored(size: int, top: int) -> PromptLogprobs:
+    """Room for what is told of `size` tokens."""
+    return PromptLogprobs(
+        logprobs=np.zeros(size, np.float32),
+        ranks=np.zeros(size, np.int32),
+        top_ids=np.zeros((size, top), np.int32),
+        top_logprobs=np.zeros((size, top), np.float32),
+    )
 
 
 def check_asked(sampling: Sampling, rollout: RolloutConfig, limits: Limits) -> None:
@@ -157,6 +183,13 @@ def check_asked(sampling: Sampling, rollout: RolloutConfig, limits: Limits) -> N
             400,
             f"top_logprobs={sampling.top_logprobs} is more than "
             f"rollout.top_logprobs={rollout.top_logprobs}",
+        )
+    asked_prompt, most = sampling.prompt_logprobs, rollout.prompt_logprobs
+    if asked_prompt is not None and (most is None or asked_prompt > most):
+        raise Refused(
+            400,
+            f"prompt_logprobs={asked_prompt} needs an engine with "
+            f"rollout.prompt_logprobs={asked_prompt} or more, which is {most}",
         )
     if len(sampling.logit_bias) > BIASES:
         raise Refused(400, f"logit_bias has {len(sampling.logit_bias)} tokens, at most {BIASES}")

@@ -40,7 +40,7 @@ class Memory:
 
     def awaits(self, job: Job) -> bool:
         """Whether a running prefill computes more of its prefix than the tree has."""
-        if not self._cfg.prefix_cache:
+        if not self._cfg.prefix_cache or job.scoring:
             return False
         if job.awaited in self._coming:
             return True
@@ -53,7 +53,8 @@ class Memory:
         """Pages for all that is known of a job; None if fewer than `reserve` would be left."""
         page = self._cfg.page
         keys = self._keys(job) if self._cfg.prefix_cache else []
-        nodes = self.tree.match(keys)
+        # What is scored is computed, whoever has computed it before.
+        nodes = [] if job.scoring else self.tree.match(keys)
         self.tree.hold(nodes)
         need = -(-job.length // page) - len(nodes)
         if need + reserve > self.available:
@@ -68,10 +69,11 @@ class Memory:
             found=len(nodes),
             target=job.length - 1,
             filled=len(nodes) * page,
-            publishes=self._cfg.prefix_cache,
+            # Its program's bits need not be those of others.
+            publishes=self._cfg.prefix_cache and not (job.scoring and self._cfg.deterministic),
             pages=self.take(need),
         )
-        for key in keys[len(nodes) :]:
+        for key in keys[len(nodes) :] if stay.publishes else ():
             self._coming.setdefault(key, stay)
         return stay
 

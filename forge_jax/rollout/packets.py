@@ -48,12 +48,23 @@ class Sampled(NamedTuple):
     draws: Any = None  # `shaped.Draws` [K, 1, B, ...] of a shaped call
 
 
+class Scores(NamedTuple):
+    """What a scored prefill call gives for R spans of T tokens, of each token behind one; see
+    `types.PromptLogprobs`."""
+
+    logprobs: Any  # f32[R, T]
+    ranks: Any  # i32[R, T]
+    top_ids: Any  # i32[R, T, top]
+    top_logprobs: Any  # f32[R, T, top]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrefillShape:
     """What a prefill call is compiled for; it has ``rollout.chunk // tokens`` rows."""
 
     tokens: int  # of a row
     pages: int  # of a row's table
+    scored: bool = False  # the log-prob of each next token is told
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +87,7 @@ class Span:
     start: int  # position of the first
     tokens: np.ndarray  # i32[n]
     table: Sequence[int]  # pages of the sequence, at least up to the last token
+    following: int = 0  # the token behind them, where they are scored
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,9 +116,11 @@ class DecodeRow:
 
 
 def pack_prefill(spans: Sequence[Span], shape: PrefillShape, rollout: RolloutConfig) -> np.ndarray:
-    """i32[R, PREFILL_HEADER + pages + tokens]; rows beyond `spans` are padding."""
+    """i32[R, PREFILL_HEADER + pages + tokens], in a scored shape with room for one token more,
+    the one behind a span; rows beyond `spans` are padding."""
     rows = rollout.chunk // shape.tokens
-    packed = np.zeros((rows, PREFILL_HEADER + shape.pages + shape.tokens), np.int32)
+    width = PREFILL_HEADER + shape.pages + shape.tokens + shape.scored
+    packed = np.zeros((rows, width), np.int32)
     packed[:, SLOT] = rollout.slots  # does not exist
     for row, span in zip(packed, spans, strict=False):
         row[[SLOT, START, LENGTH]] = span.slot, span.start, len(span.tokens)
@@ -114,6 +128,8 @@ def pack_prefill(spans: Sequence[Span], shape: PrefillShape, rollout: RolloutCon
         row[PREFILL_HEADER : PREFILL_HEADER + len(table)] = table
         first = PREFILL_HEADER + shape.pages
         row[first : first + len(span.tokens)] = span.tokens
+        if shape.scored:
+            row[first + len(span.tokens)] = span.following
     return packed
 
 
@@ -200,6 +216,16 @@ def prefill_shapes(rollout: RolloutConfig) -> tuple[PrefillShape, ...]:
     return tuple(
         PrefillShape(tokens=size, pages=pages)
         for size in reversed(tokens)
+        for pages in page_buckets(rollout, 4)
+    )
+
+
+def scored_shapes(rollout: RolloutConfig) -> tuple[PrefillShape, ...]:
+    """All that a prefill call which tells log-probs can have, where `rollout` has any."""
+    if rollout.prompt_logprobs is None:
+        return ()
+    return tuple(
+        PrefillShape(tokens=rollout.chunk, pages=pages, scored=True)
         for pages in page_buckets(rollout, 4)
     )
 

@@ -23,6 +23,7 @@ from forge_jax.rollout.packets import (
     pack_prefill,
     pack_settings,
     prefill_shapes,
+    scored_shapes,
     shaped_shape,
 )
 from forge_jax.rollout.placement import common
@@ -36,13 +37,15 @@ Publish = Callable[[Stay, int], list[tuple[int, Node]]]
 def plan_prefill(stays: Sequence[Stay], publish: Publish, cfg: RolloutConfig) -> Prefill | None:
     """The next call that computes prompts, of `stays` in the order that they are to be served.
 
-    What the first of them needs decides how many tokens a row has; rows go to those who need as
-    many, then to others, for some of theirs.
+    What the first of them needs decides how many tokens a row has, and whether the call tells
+    log-probs; rows go to those who need as many, then to others, for some of theirs.
     """
     unfilled = [stay for stay in stays if stay.filled < stay.target]
     if not unfilled:
         return None
-    sizes = _prefill_sizes(cfg, "tokens")
+    scored = unfilled[0].job.scoring
+    unfilled = [stay for stay in unfilled if stay.job.scoring == scored]
+    sizes = _prefill_sizes(cfg, "tokens", scored)
 
     def tokens_of(stay: Stay) -> int:
         return fit(min(stay.target - stay.filled, sizes[-1]), sizes)
@@ -57,11 +60,13 @@ def plan_prefill(stays: Sequence[Stay], publish: Publish, cfg: RolloutConfig) ->
             start=stay.filled,
             tokens=stay.job.tokens[stay.filled : stay.filled + length],
             table=stay.table,
+            following=int(stay.job.tokens[stay.filled + length]),
         )
         for stay, length in zip(chosen, lengths, strict=True)
     ]
     pages = max(-(-(span.start + len(span.tokens)) // cfg.page) for span in spans)
-    shape = PrefillShape(tokens=tokens, pages=fit(pages, _prefill_sizes(cfg, "pages")))
+    pages = fit(pages, _prefill_sizes(cfg, "pages", scored))
+    shape = PrefillShape(tokens=tokens, pages=pages, scored=scored)
     packet = pack_prefill(spans, shape, cfg)
     parts = []
     for stay, length in zip(chosen, lengths, strict=True):
@@ -72,9 +77,10 @@ def plan_prefill(stays: Sequence[Stay], publish: Publish, cfg: RolloutConfig) ->
 
 
 @cache
-def _prefill_sizes(cfg: RolloutConfig, name: str) -> tuple[int, ...]:
+def _prefill_sizes(cfg: RolloutConfig, name: str, scored: bool) -> tuple[int, ...]:
     """What one field of a prefill call's shape can be, ascending."""
-    return tuple(sorted({vars(shape)[name] for shape in prefill_shapes(cfg)}))
+    shapes = scored_shapes(cfg) if scored else prefill_shapes(cfg)
+    return tuple(sorted({vars(shape)[name] for shape in shapes}))
 
 
 @cache

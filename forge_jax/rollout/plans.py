@@ -55,4 +55,5 @@ class Results:
     began: float  # when it was dispatched, on the clock of the submissions
     ended: float  # when it was read
     routes: tuple[Any, ...]  # int[R, T, layers, k] of each prefill call. None: not recorded
+    scores: tuple[Any, ...]  # `packets.Scores` of each. None: it tells none
     block: Sampled | None  # None where the plan did not decode

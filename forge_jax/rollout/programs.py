@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from forge_jax.collectives import Cut
 from forge_jax.models import layout, transformer
@@ -59,9 +59,26 @@ def prefill(
     With `routes` the experts of the tokens come out. `mesh`, of Auto axes, is that of the arrays.
     """
     traces["prefill"] += 1
+    pool, drafter, _, routing = spans_read(
+        params, pool, drafter, packed, cfg, shape, attention, mesh
+    )
+    return pool, drafter, recorded(routing, cfg) if routes else None
+
+
+def spans_read(
+    params: dict[str, Any],
+    pool: Pool,
+    drafter: Drafter,
+    packed: Int[Array, "R C"],
+    cfg: ModelConfig,
+    shape: PrefillShape,
+    attention: str,
+    mesh: Mesh | None,
+) -> tuple[Pool, Drafter, Float[Array, "R T E"], Routing | None]:
+    """What `prefill` does, and the states of the last layer after each token."""
     start, length = packed[:, packets.START], packed[:, packets.LENGTH]
     table = packed[:, packets.PREFILL_HEADER :][:, : shape.pages]
-    tokens = packed[:, packets.PREFILL_HEADER + shape.pages :]
+    tokens = packed[:, packets.PREFILL_HEADER + shape.pages :][:, : shape.tokens]
     place = jnp.arange(shape.tokens, dtype=jnp.int32)[None]
     positions = start[:, None] + place
     spans = Spans(tokens, positions, table, place < length[:, None])
@@ -72,7 +89,7 @@ def prefill(
     )
     modules = pool[cfg.layers :]
     modules, drafter = speculation.prefilled(params, modules, drafter, h, spans, cfg, ready)
-    return layers + modules, drafter, recorded(routing, cfg) if routes else None
+    return layers + modules, drafter, h, routing
 
 
 @partial(

@@ -21,6 +21,7 @@ from forge_jax.rollout.packets import (
     STATUS,
     STOPPED,
     Sampled,
+    Scores,
 )
 from forge_jax.rollout.plans import Results
 from forge_jax.rollout.shaped import Draws
@@ -29,14 +30,24 @@ from forge_jax.types import Chunk, Finish
 
 def read_prefills(results: Results, page: int) -> None:
     """Takes in what the prefill calls of a round computed beside keys and values."""
-    for call, routes in zip(results.plan.prefills, results.routes, strict=True):
+    calls = zip(results.plan.prefills, results.routes, results.scores, strict=True)
+    for call, routes, scores in calls:
         for row, part in enumerate(call.parts):
             job = part.stay.job
             job.began = results.began if job.began is None else job.began
+            if scores is not None:
+                told = Scores(*(x[row, : part.length] for x in scores))
+                _check_finite(told.logprobs, results)
+                job.score(part.start, told)
             if routes is not None:
                 job.record(part.start, routes[row, : part.length])
                 for number, node in part.published:
                     node.routes = routes_of(job, number, page)
+
+
+def _check_finite(logprobs: np.ndarray, results: Results) -> None:
+    if not np.isfinite(logprobs).all():
+        raise FloatingPointError(f"weights of version {results.version} gave {logprobs=}")
 
 
 def routes_of(job: Job, number: int, page: int) -> np.ndarray | None:
@@ -89,8 +100,7 @@ def chunk_of(
     logprobs, raw = (
         np.ascontiguousarray(packet[:, column]).view(np.float32) for column in (LOGP, RAW)
     )
-    if not np.isfinite(logprobs).all():
-        raise FloatingPointError(f"weights of version {results.version} gave {logprobs=}")
+    _check_finite(logprobs, results)
     if fed is not None:
         job.record(job.length - 1, fed[:count])
     job.began = results.began if job.began is None else job.began
@@ -107,6 +117,7 @@ def chunk_of(
         cached_tokens=job.cached if first else 0,
         routes=None if fed is None else _leaving(stay, page),
         raw=raw,
+        prompt=job.scores if first else None,
         **_told(job, draws, count),
     )
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from forge_jax.config import RolloutConfig
 from forge_jax.models.config import ModelConfig
-from forge_jax.rollout import moving, programs, shaped_programs
+from forge_jax.rollout import moving, programs, scoring, shaped_programs
 from forge_jax.rollout.cache import empty_pool, pool_sharding
 from forge_jax.rollout.packets import (
     SCRATCH,
@@ -27,6 +27,7 @@ from forge_jax.rollout.packets import (
     pack_prefill,
     pack_settings,
     prefill_shapes,
+    scored_shapes,
     shaped_shape,
 )
 from forge_jax.rollout.plans import Plan, Results
@@ -46,7 +47,7 @@ class Flight:
     plan: Plan
     version: int  # of the weights
     began: float
-    routes: list[Any]  # of each prefill call, see `programs.prefill`
+    prefilled: list[tuple[Any, Any]]  # routes and scores of each prefill call
     block: Sampled | None
 
 
@@ -122,7 +123,7 @@ class Runner:
 
     def warm_up(self) -> None:
         """Compiles every shape by running it on padding alone; all slots must be idle."""
-        for prefill in prefill_shapes(self._rollout):
+        for prefill in (*prefill_shapes(self._rollout), *scored_shapes(self._rollout)):
             self._prefill(pack_prefill([], prefill, self._rollout), prefill)
         for decode in decode_shapes(self._rollout):
             self._decode(pack_decode([], [], decode, self._rollout), decode)
@@ -168,35 +169,40 @@ class Runner:
 
     def _dispatch(self, plan: Plan) -> Flight:
         began = time.monotonic()
-        routes = [self._prefill(call.packet, call.shape) for call in plan.prefills]
+        prefilled = [self._prefill(call.packet, call.shape) for call in plan.prefills]
         decode = plan.decode
         block = None if decode is None else self._decode(decode.packet, decode.shape)
-        return Flight(plan=plan, version=self.version, began=began, routes=routes, block=block)
+        return Flight(
+            plan=plan, version=self.version, began=began, prefilled=prefilled, block=block
+        )
 
     def _read(self, flight: Flight) -> Results:
-        routes, block = jax.device_get((flight.routes, flight.block))
+        prefilled, block = jax.device_get((flight.prefilled, flight.block))
         return Results(
             plan=flight.plan,
-            routes=tuple(routes),
+            routes=tuple(routes for routes, _ in prefilled),
+            scores=tuple(told for _, told in prefilled),
             block=block,
             version=flight.version,
             began=flight.began,
             ended=time.monotonic(),
         )
 
-    def _prefill(self, packet: np.ndarray, shape: PrefillShape) -> Any:
-        self._pool, self._drafter, routes = programs.prefill(
-            self._weights,
-            self._pool,
-            self._drafter,
-            packet,
-            cfg=self._cfg,
-            shape=shape,
-            attention=self._attention,
-            routes=self._rollout.routes,
-            mesh=mesh_of(self._weights),
-        )
-        return routes
+    def _prefill(self, packet: np.ndarray, shape: PrefillShape) -> tuple[Any, Any]:
+        args: dict[str, Any] = {
+            "cfg": self._cfg,
+            "shape": shape,
+            "attention": self._attention,
+            "routes": self._rollout.routes,
+            "mesh": mesh_of(self._weights),
+        }
+        state, scores = (self._weights, self._pool, self._drafter, packet), None
+        if shape.scored:
+            top = self._rollout.prompt_logprobs
+            self._pool, self._drafter, routes, scores = scoring.prefill(*state, top=top, **args)
+        else:
+            self._pool, self._drafter, routes = programs.prefill(*state, **args)
+        return routes, scores
 
     def _decode(self, packet: np.ndarray, shape: DecodeShape) -> Sampled:
         if shape.shaped:

@@ -94,12 +94,13 @@ class Scheduler:
 
     def retract(self) -> None:
         """Puts every running job back to wait; it goes on from what is known of it."""
-        for stay in sorted(self._stays.values(), key=lambda stay: -stay.job.number):
-            self._retract(stay)
+        self._put_back([*self._stays.values()])
 
     def renew(self, root: bytes) -> None:
         """Goes on with other weights. What is computed stays with the jobs that run, none of
-        which puts pages in the tree from now on, and nobody else finds any of it."""
+        which puts pages in the tree from now on, and nobody else finds any of it. Prompts whose
+        log-probs have not left are computed again: these are of one version."""
+        self._put_back([stay for stay in self._stays.values() if stay.job.scoring])
         self.memory.renew(root)
         for stay in self._stays.values():
             stay.publishes = False
@@ -210,6 +211,10 @@ class Scheduler:
                 youngest = max(self._stays)
                 self._retract(self._stays[youngest])
                 self.counts["preemptions"] += 1
+
+    def _put_back(self, stays: list[Stay]) -> None:
+        for stay in sorted(stays, key=lambda stay: -stay.job.number):
+            self._retract(stay)
 
     def _retract(self, stay: Stay) -> None:
         self._leave(stay)

@@ -42,16 +42,23 @@ class FakeDevice:
     def run(self, plan: Plan, began: float) -> Results:
         self._unseal()
         routes = tuple(self._prefill(call) for call in plan.prefills)
+        scores = tuple(self._scores(call) for call in plan.prefills)
         block = None if plan.decode is None else self._decode(plan.decode)
         self._seal(plan)
         return Results(
-            plan=plan, version=self.version, began=began, ended=began, routes=routes, block=block
+            plan=plan,
+            version=self.version,
+            began=began,
+            ended=began,
+            routes=routes,
+            scores=scores,
+            block=block,
         )
 
     def _prefill(self, call: Prefill) -> Any:
         cfg, shape = self._cfg, call.shape
         rows = cfg.chunk // shape.tokens
-        width = packets.PREFILL_HEADER + shape.pages + shape.tokens
+        width = packets.PREFILL_HEADER + shape.pages + shape.tokens + shape.scored
         assert call.packet.shape == (rows, width)
         routes = np.full((rows, shape.tokens, 1, 1), 99, np.int8)
         for index, row in enumerate(call.packet):
@@ -68,6 +75,16 @@ class FakeDevice:
                 self._write(table, place, int(token))
                 routes[index, place - start] = token
         return routes if cfg.routes else None
+
+    def _scores(self, call: Prefill) -> packets.Scores | None:
+        """Of each next token: the version, itself, and thrice the token before it."""
+        shape = call.shape
+        if not shape.scored:
+            return None
+        tokens = call.packet[:, packets.PREFILL_HEADER + shape.pages :]
+        fed, following = tokens[:, :-1], tokens[:, 1:]
+        versions = np.full(fed.shape, self.version, np.float32)
+        return packets.Scores(versions, following, np.stack([fed] * 3, -1), np.stack([fed] * 3, -1))
 
     def _decode(self, call: Decode) -> Sampled:
         cfg, shape = self._cfg, call.shape

@@ -84,7 +84,7 @@ async def served(rollout: RolloutConfig = WIDE, **options: Any) -> AsyncIterator
 
 
 @asynccontextmanager
-async def serving(engine: RolloutEngine) -> AsyncIterator[None]:
+async def serving(engine: Any) -> AsyncIterator[None]:
     """Serves inside the context; a fault of the engine is raised at its end."""
     task = asyncio.create_task(engine.serve())
     try:

@@ -104,6 +104,17 @@ class Host:
                 assert (chunks[-1].finish is Finish.STOP) == stops
             versions = np.concatenate([chunk.versions for chunk in chunks]).tolist()
             assert versions == sorted(versions)
+            told, top = chunks[0].prompt, request.sampling.prompt_logprobs
+            assert all(chunk.prompt is None for chunk in chunks[1:])
+            assert (told is not None) == (top is not None and len(ids) > 0)
+            if told is not None:
+                np.testing.assert_array_equal(told.ranks, request.prompt[1:])
+                assert set(told.logprobs) <= {versions[0]}, "log-probs of several versions"
+                assert told.top_ids.shape == (len(request.prompt) - 1, top)
+                np.testing.assert_array_equal(
+                    told.top_ids, np.stack([request.prompt[:-1]] * top, -1)
+                )
+                assert chunks[0].cached_tokens == 0
             if self.cfg.routes and chunks[-1].finish is not Finish.ABORT:
                 routes = np.concatenate([chunk.routes for chunk in chunks])[:, 0, 0]
                 np.testing.assert_array_equal(routes, [*request.prompt, *ids][:-1])
@@ -150,7 +161,7 @@ def test_whatever_happens_every_request_ends_once_with_what_it_gets_alone(
     options = {"deterministic": seed == 2, "prefix_cache": seed != 3}
     cfg = RolloutConfig(
         slots=rng.choice([3, 8]), context=24, page=4, chunk=8, decode_steps=rng.choice([1, 3, 5]),
-        pages=pages, routes=routes, **options,
+        pages=pages, routes=routes, prompt_logprobs=3, **options,
     )  # fmt: skip
     host = Host(cfg)
     for _ in range(400):
@@ -161,6 +172,7 @@ def test_whatever_happens_every_request_ends_once_with_what_it_gets_alone(
                 seed=rng.randrange(5),
                 choice=rng.randrange(3),
                 max_tokens=rng.choice([None, 1, 2, 9]),
+                prompt_logprobs=rng.choice([None, None, None, 1, 3]),
             )
         elif event < 0.42 and host.requests:
             host.abandon(rng.choice([*host.requests]))

@@ -121,7 +121,9 @@ def test_a_drafter_is_told_what_a_shaped_call_sampled() -> None:
     [shaped] = [s.slot for s in plan.decode.owners if s is not None and s.job.number == 1]
     packet[-1, 0, shaped, packets.STATUS] = packets.EXHAUSTED
     block = Sampled(packet, None)
-    scheduler.apply(Results(plan=plan, version=0, began=0.0, ended=0.0, routes=(), block=block))
+    scheduler.apply(
+        Results(plan=plan, version=0, began=0.0, ended=0.0, routes=(), scores=(), block=block)
+    )
     after = scheduler.plan()
     assert after is not None
     assert after.decode is not None

@@ -173,7 +173,9 @@ class Router:
         blocks = [Block(key, self._page) for key in keys]
         session = keys[0].hex() if keys else ""  # a request names none: its beginning does
         call = Call(number=number, session=session, tokens=len(ids))
-        held = {name: self._held(self._engines[name], ids) for name in self._fleet.names}
+        # A prompt whose log-probs are asked for is computed whole.
+        reads = ids if request.sampling.prompt_logprobs is None else ids[:0]
+        held = {name: self._held(self._engines[name], reads) for name in self._fleet.names}
         plan = self._fleet.decide(call, blocks, held, now)
         self._fleet.sent(call, blocks, plan, now)
         return plan
