@@ -6,12 +6,30 @@ that a record has are within their ranges.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+# Kinds of a `Grammar`: what its text is.
+JSON_SCHEMA, REGEX, CHOICE, GRAMMAR = "json", "regex", "choice", "grammar"
+KINDS = (JSON_SCHEMA, REGEX, CHOICE, GRAMMAR)
 # Kinds of a `Support`.
 OPEN, CLOSED, LOST = range(3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grammar:
+    """The language that a whole completion belongs to, up to the stop id that ends it."""
+
+    kind: str  # one of KINDS
+    # A JSON schema; a regular expression, matched whole, where \d is 0 to 9; a JSON list of texts;
+    # or rules, in llguidance's dialect of Lark or, where they have "::=", in GBNF.
+    text: str
+    source: str = field(default="grammar", compare=False)  # the field that asked, for errors
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind={self.kind!r} must be one of {', '.join(KINDS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +39,10 @@ class Sampling:
     Token at position p of the sequence is drawn with the randomness of
     (seed, choice, p) alone, so it does not depend on what runs beside it.
 
-    Logits first get the bias and the penalties, lose what may not come, and are divided by the
-    temperature; of what is left `min_p`, then `top_k`, then `top_p` keep the likeliest, which
-    are drawn from in proportion. Ranges and meanings are vLLM's, which are OpenAI's where that
-    has them.
+    Logits first lose what the grammar does not allow, get the bias and the penalties, lose what may
+    not come yet, and are divided by the temperature; of what is left `min_p`, then `top_k`, then
+    `top_p` keep the likeliest, which are drawn from in proportion. Ranges and meanings are vLLM's,
+    which are OpenAI's where that has them.
     """
 
     temperature: float = 1.0  # 0 is greedy
@@ -45,6 +63,7 @@ class Sampling:
     min_tokens: int = 0  # sampled before a stop id can be
     top_logprobs: int = 0  # likeliest tokens told beside each sampled one
     prompt_logprobs: int | None = None  # ... beside each token of the prompt; None: nothing is
+    grammar: Grammar | None = None  # that the completion belongs to
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -65,6 +84,8 @@ class Sampling:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             most = self.max_tokens
             raise ValueError(f"min_tokens={self.min_tokens} must be at most max_tokens={most}")
+        if self.grammar is not None and self.ignore_eos:
+            raise ValueError("ignore_eos=True does not go with a grammar, which a stop id ends")
         if len(dict(self.logit_bias)) < len(self.logit_bias):
             raise ValueError("logit_bias names a token twice")
         for token, bias in self.logit_bias:
@@ -83,7 +104,7 @@ class Sampling:
 
 SHAPING = (
     "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "min_tokens", "top_logprobs",
+    "logit_bias", "min_tokens", "top_logprobs", "grammar",
 )  # fmt: skip
 PLAIN = Sampling()
 

@@ -14,6 +14,7 @@ import numpy as np
 from forge_jax.drawing import CLOSED as CLOSED
 from forge_jax.drawing import LOST as LOST
 from forge_jax.drawing import OPEN as OPEN
+from forge_jax.drawing import Grammar as Grammar
 from forge_jax.drawing import Sampling as Sampling
 from forge_jax.drawing import Support as Support
 

@@ -47,6 +47,11 @@ class Tokenizer(Protocol):
         """Id of the special token written `text`, if there is one."""
         ...
 
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """Ids that mark how a text is put together, and are never meant as text."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Writes `tokenizer.json` into an existing folder."""
         ...
@@ -78,6 +83,10 @@ class ByteTokenizer:
 
     def special_id(self, text: str) -> int | None:
         return 256 + BYTE_SPECIALS.index(text) if text in BYTE_SPECIALS else None
+
+    @property
+    def control_ids(self) -> frozenset[int]:
+        return frozenset(range(256, self.vocab_size))
 
     def save(self, folder: Path) -> None:
         """Writes the same tokenizer as a merge-less byte-level BPE, for other libraries."""
@@ -113,7 +122,9 @@ class JsonTokenizer:
             raise UserError(f"tokenizer {path}: unsupported decoder {sorted(kinds - STREAMABLE)}")
         self._byte_level = "ByteLevel" in kinds
         self._byte_fallback = "ByteFallback" in kinds
-        self._added = {t.content: i for i, t in self._inner.get_added_tokens_decoder().items()}
+        added = self._inner.get_added_tokens_decoder()
+        self._added = {token.content: i for i, token in added.items()}
+        self.control_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
         self._pieces: dict[tuple[int, bool], bytes] = {}
         self._alphabet = {char: byte for byte, char in _byte_alphabet().items()}

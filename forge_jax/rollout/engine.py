@@ -20,6 +20,7 @@ from forge_jax.models.config import ModelConfig
 from forge_jax.models.tokenizer import Tokenizer
 from forge_jax.rollout import programs
 from forge_jax.rollout.changes import Changes
+from forge_jax.rollout.grammar import Grammars, Matcher
 from forge_jax.rollout.jobs import Job, Limits, check_asked, job_of, seed_of
 from forge_jax.rollout.keys import root_key
 from forge_jax.rollout.passage import Passage
@@ -27,7 +28,7 @@ from forge_jax.rollout.runner import Flight, Runner
 from forge_jax.rollout.scheduler import Scheduler
 from forge_jax.rollout.stats import gauges
 from forge_jax.rollout.stop import StopStrings
-from forge_jax.types import Chunk, Refused, Request
+from forge_jax.types import Chunk, Refused, Request, Sampling
 
 T = TypeVar("T")
 
@@ -75,11 +76,12 @@ class RolloutEngine:
         self._cfg, self._rollout = cfg, rollout
         self._limits = Limits(context=rollout.context, vocab=cfg.vocab, stop_ids=tuple(stop_ids))
         self._tokenizer = tokenizer
+        self._grammars = Grammars(tokenizer, cfg.vocab, self._limits.stop_ids)
         self._seed = seed
         self._numbers = itertools.count()
         self._epochs = itertools.count()  # of what the prefix tree may serve
         self._version = version
-        self._scheduler = Scheduler(rollout, self._root())
+        self._scheduler = Scheduler(rollout, self._root(), cfg.vocab)
         self._callers: dict[int, asyncio.Queue[Chunk | Refused]] = {}
         self._wake = asyncio.Event()
         self._turn = asyncio.Lock()  # of the pool and the weights, from a plan to its dispatch
@@ -115,6 +117,8 @@ class RolloutEngine:
         check(not self._serving, "warm_up() while serving")
         await self._ready()
         await self._on_device(self._runner.warm_up)
+        if self._rollout.shaping:
+            await asyncio.to_thread(self._grammars.open)
         await self._passage.measure()
 
     async def swap(self, version: int, params: Any) -> None:
@@ -142,7 +146,7 @@ class RolloutEngine:
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Yields chunks as they are decoded; see `types.Engine`."""
-        job = self._submit(request)
+        job = self._submit(request, await self._matcher(request.sampling))
         number, inbox = job.number, self._callers[job.number]
         bringing = asyncio.create_task(self._bring(job)) if job.held else None
         try:
@@ -218,6 +222,7 @@ class RolloutEngine:
                 close = self._scheduler.crowded or self._scheduler.stepwise
                 wait = unread is not None and close
                 plan = None if wait else self._scheduler.plan()
+                self._send(self._scheduler.refused())
                 idle = plan is None and unread is None
                 if idle:
                     self._wake.clear()
@@ -258,7 +263,7 @@ class RolloutEngine:
         parts = {"version": self._version, "epoch": next(self._epochs)}
         return root_key(parts)
 
-    def _submit(self, request: Request) -> Job:
+    def _submit(self, request: Request, matcher: Matcher | None) -> Job:
         if self._closed is not None:
             raise Refused(503, self._closed)
         number = next(self._numbers)
@@ -268,16 +273,23 @@ class RolloutEngine:
         check_asked(sampling, self._rollout, self._limits)
         stop = StopStrings(sampling.stop, self._tokenizer) if sampling.stop else None
         seed = seed_of(sampling, self._seed, number)
-        job = job_of(request, self._limits, number, seed, stop, time.monotonic())
+        job = job_of(request, self._limits, number, seed, stop, time.monotonic(), matcher)
         job.held = self._rollout.tiered and not job.scoring
         self._scheduler.submit(job)
         self._callers[number] = asyncio.Queue()
         self._wake.set()
         return job
 
-    def _send(self, chunks: Iterable[tuple[int, Chunk]]) -> None:
-        for number, chunk in chunks:
-            self._callers[number].put_nowait(chunk)
+    async def _matcher(self, sampling: Sampling) -> Matcher | None:
+        """Of a request's grammar, which takes a while to compile."""
+        if sampling.grammar is None:
+            return None
+        check_asked(sampling, self._rollout, self._limits)
+        return await asyncio.to_thread(self._grammars.matcher, sampling.grammar)
+
+    def _send(self, items: Iterable[tuple[int, Chunk | Refused]]) -> None:
+        for number, item in items:
+            self._callers[number].put_nowait(item)
 
     def _fail(self, error: Exception) -> None:
         self._failure, self._closed = error, f"the engine failed: {error!r}"

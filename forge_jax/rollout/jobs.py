@@ -11,6 +11,7 @@ import numpy as np
 
 from forge_jax.config import RolloutConfig
 from forge_jax.drawing import PLAIN, SHAPING
+from forge_jax.rollout.grammar import Matcher
 from forge_jax.rollout.packets import BIASES, STOP_IDS, Fresh, Scores
 from forge_jax.rollout.prefix import Node
 from forge_jax.rollout.stop import StopStrings
@@ -39,6 +40,7 @@ class Job:
     scores: PromptLogprobs | None = None  # of the prompt, as far as they are read
     held: bool = False  # pages of it are being fetched
     awaited: bytes = b""  # a running request is computing this page of it
+    matcher: Matcher | None = None  # of its grammar, where it has one
 
     @property
     def total(self) -> int:
@@ -138,6 +140,7 @@ def job_of(
     seed: tuple[int, int],
     stop: StopStrings | None,
     now: float,
+    matcher: Matcher | None = None,
 ) -> Job:
     """`request` as a job.
 
@@ -157,7 +160,8 @@ def job_of(
         stop_ids=_stop_ids(sampling, limits),
     )
     tokens = np.concatenate([prompt, np.zeros(limit, np.int32)])
-    job = Job(number, tokens, len(prompt), len(prompt), fresh, sampling, stop, now)
+    length = len(prompt)
+    job = Job(number, tokens, length, length, fresh, sampling, stop, now, matcher=matcher)
     if sampling.prompt_logprobs is not None:
         job.scores = _unscored(len(prompt) - 1, min(sampling.prompt_logprobs, limits.vocab))
     return job
@@ -177,7 +181,8 @@ def check_asked(sampling: Sampling, rollout: RolloutConfig, limits: Limits) -> N
     """Raises Refused(400) where the engine was not made for what is asked."""
     if sampling.shaped and not rollout.shaping:
         asked = [name for name in SHAPING if getattr(sampling, name) != getattr(PLAIN, name)]
-        raise Refused(400, f"{asked[0]} needs an engine with rollout.shaping=True")
+        name = asked[0] if sampling.grammar is None else sampling.grammar.source
+        raise Refused(400, f"{name} needs an engine with rollout.shaping=True")
     if sampling.top_logprobs > rollout.top_logprobs:
         raise Refused(
             400,

@@ -26,9 +26,10 @@ STATE, TOKEN, POSITION, LIMIT, SEED_HIGH, SEED_LOW, CHOICE, TEMPERATURE, STOP = 
 STOP_IDS = 16
 HEADER = STOP + STOP_IDS
 # Columns of the settings of a shaped row; see `drawing.Sampling`. Ids and values of the bias
-# follow, then all tokens of the sequence, -1 beyond its end.
-TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, STOP_FROM, PROMPT = range(8)
-SETTINGS = 8
+# follow, then the tokens that are forced in the steps of the call, -1 where none is, a bit for each
+# token that may come behind them, and all tokens of the sequence, -1 beyond its end.
+TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, STOP_FROM, PROMPT, STEPS = range(9)
+SETTINGS = 9
 BIASES = 64  # tokens of a row that may have a bias
 # States of a row: nobody's; its state is on the device; its state is in the header.
 EMPTY, KEPT, FRESH = range(3)
@@ -76,7 +77,16 @@ class DecodeShape:
     own: int  # pages of a row's table
     steps: int  # K
     drafts: int  # γ: tokens guessed before each step
-    shaped: bool = False  # rows have settings
+    words: int = 0  # of the bits of a row's tokens, where rows have settings
+
+    @property
+    def shaped(self) -> bool:
+        """Rows have settings."""
+        return self.words > 0
+
+    def settings(self, page: int) -> int:
+        """Columns of the settings of a row."""
+        return SETTINGS + 2 * BIASES + self.steps + self.words + self.own * page
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,6 +113,19 @@ class Fresh:
     # i32[2 context], what drafts are looked up in: earlier completions of the prompt, then the
     # sequence so far; `ngram.NOTHING` elsewhere. None: nothing is.
     said: np.ndarray | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Asked:
+    """What a row of a shaped call does to its logits."""
+
+    slot: int
+    sampling: Sampling
+    tokens: np.ndarray  # i32[n], all that are known of the sequence
+    prompt: int  # of them
+    steps: int  # tokens to sample in the call, forced ones included
+    forced: Sequence[int] = ()  # by the grammar
+    allowed: np.ndarray | None = None  # u32[words], behind those; None: all
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -170,17 +193,18 @@ def pack_decode(
     return np.concatenate(parts)
 
 
-def pack_settings(
-    rows: Sequence[tuple[int, Sampling, np.ndarray, int]], shape: DecodeShape, page: int
-) -> np.ndarray:
-    """i32[n], behind a decode packet: slot, settings, known tokens and length of the prompt of
-    each row. Rows that nothing is said of ask for nothing."""
-    wide = np.full((shape.rows, SETTINGS + 2 * BIASES + shape.own * page), -1, np.int32)
+def pack_settings(rows: Sequence[Asked], steps: int, shape: DecodeShape, page: int) -> np.ndarray:
+    """i32[n], behind a decode packet: the settings of each row. Rows that nothing is said of ask
+    for nothing, and sample `steps` tokens."""
+    wide = np.full((shape.rows, shape.settings(page)), -1, np.int32)
     floats = wide.view(np.float32)
     wide[:, :SETTINGS] = 0
+    wide[:, STEPS] = steps
     floats[:, [TOP_P, REPETITION]] = 1
-    for slot, sampling, tokens, prompt in rows:
-        wide[slot, [TOP_K, PROMPT]] = sampling.top_k, prompt
+    behind = np.cumsum([SETTINGS + 2 * BIASES, shape.steps, shape.words])
+    for row in rows:
+        slot, sampling, prompt = row.slot, row.sampling, row.prompt
+        wide[slot, [TOP_K, PROMPT, STEPS]] = sampling.top_k, prompt, row.steps
         wide[slot, STOP_FROM] = prompt + sampling.min_tokens
         floats[slot, [TOP_P, MIN_P]] = sampling.top_p, sampling.min_p
         floats[slot, PRESENCE] = sampling.presence_penalty
@@ -188,7 +212,11 @@ def pack_settings(
         floats[slot, REPETITION] = sampling.repetition_penalty
         for i, (token, bias) in enumerate(sampling.logit_bias, SETTINGS):
             wide[slot, i], floats[slot, BIASES + i] = token, bias
-        wide[slot, SETTINGS + 2 * BIASES :][: len(tokens)] = tokens
+        _, forced, allowed, known = np.split(wide[slot], behind)
+        forced[: len(row.forced)] = row.forced
+        if row.allowed is not None:
+            allowed[:] = row.allowed.view(np.int32)
+        known[: len(row.tokens)] = row.tokens
     return wide.reshape(-1)
 
 
@@ -242,7 +270,7 @@ def decode_shapes(rollout: RolloutConfig) -> tuple[DecodeShape, ...]:
     )
 
 
-def shaped_shape(rollout: RolloutConfig) -> DecodeShape:
+def shaped_shape(rollout: RolloutConfig, vocab: int) -> DecodeShape:
     """The one that a shaped call has, where `rollout` has any."""
     return DecodeShape(
         rows=rollout.slots,
@@ -250,7 +278,7 @@ def shaped_shape(rollout: RolloutConfig) -> DecodeShape:
         own=rollout.sequence_pages,
         steps=rollout.decode_steps,
         drafts=0,
-        shaped=True,
+        words=-(-vocab // 32),
     )
 
 

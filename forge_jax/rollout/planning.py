@@ -13,6 +13,7 @@ import numpy as np
 from forge_jax.config import RolloutConfig
 from forge_jax.rollout.jobs import Job, Stay
 from forge_jax.rollout.packets import (
+    Asked,
     DecodeRow,
     DecodeShape,
     PrefillShape,
@@ -104,6 +105,7 @@ def plan_decode(
     drafts: int,
     cfg: RolloutConfig,
     said: Callable[[Job], np.ndarray | None],
+    vocab: int,
 ) -> Decode:
     """A call that samples in all of `stays`, with `drafts` tokens guessed before each step, where
     they are looked up in what is `said` of a job."""
@@ -111,7 +113,7 @@ def plan_decode(
     for stay in stays:
         owners[stay.slot] = stay
     if any(stay.job.sampling.shaped for stay in stays):
-        return _shaped(stays, owners, cfg)
+        return _shaped(stays, owners, cfg, vocab)
     rows = fit(max(stay.slot for stay in stays) + 1, _decode_sizes(cfg, "rows"))
     counts = _shared(owners[:rows], cfg)
     own = max(-(-reach(stay, cfg) // cfg.page) - counts[stay.slot // cfg.bundle] for stay in stays)
@@ -136,23 +138,37 @@ def plan_decode(
     return Decode(shape=shape, packet=packet, owners=tuple(owners[:rows]))
 
 
-def _shaped(stays: Sequence[Stay], owners: Sequence[Stay | None], cfg: RolloutConfig) -> Decode:
+def _shaped(
+    stays: Sequence[Stay], owners: Sequence[Stay | None], cfg: RolloutConfig, vocab: int
+) -> Decode:
     """A call for `stays` of which some change their logits. What these have is known: no call
-    with them is unread when the next one is planned, see `Scheduler.stepwise`."""
-    shape = shaped_shape(cfg)
+    with them is unread when the next one is planned, see `Scheduler.stepwise`. It is as long as
+    the grammars among them can tell what comes."""
+    shape = shaped_shape(cfg, vocab)
     rows = [_row(stay, stay.table, lambda _: None) for stay in stays]
-    asked = [
-        (stay.slot, stay.job.sampling, stay.job.tokens[: stay.job.length], stay.job.prompt)
-        for stay in stays
-        if stay.job.sampling.shaped
-    ]
+    matchers = [stay.job.matcher for stay in stays]
+    steps = max((m.steps for m in matchers if m is not None), default=shape.steps)
+    asked = [_asked(stay, steps) for stay in stays if stay.job.sampling.shaped]
     for stay in stays:
         stay.on_device = False  # no drafter has seen what is sampled here
         stay.least += shape.steps
         stay.most += shape.steps
-    settings = pack_settings(asked, shape, cfg.page)
+    settings = pack_settings(asked, steps, shape, cfg.page)
     packet = np.concatenate([pack_decode(rows, [], shape, cfg), settings])
     return Decode(shape=shape, packet=packet, owners=tuple(owners))
+
+
+def _asked(stay: Stay, steps: int) -> Asked:
+    job, matcher = stay.job, stay.job.matcher
+    return Asked(
+        slot=stay.slot,
+        sampling=job.sampling,
+        tokens=job.tokens[: job.length],
+        prompt=job.prompt,
+        steps=steps if matcher is None else matcher.steps,
+        forced=() if matcher is None else matcher.forced,
+        allowed=None if matcher is None else matcher.allowed,
+    )
 
 
 def _row(stay: Stay, table: Sequence[int], said: Callable[[Job], np.ndarray | None]) -> DecodeRow:

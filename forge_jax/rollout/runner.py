@@ -128,9 +128,9 @@ class Runner:
         for decode in decode_shapes(self._rollout):
             self._decode(pack_decode([], [], decode, self._rollout), decode)
         if self._rollout.shaping:
-            shape = shaped_shape(self._rollout)
+            shape = shaped_shape(self._rollout, self._cfg.vocab)
             packet = pack_decode([], [], shape, self._rollout)
-            settings = pack_settings([], shape, self._rollout.page)
+            settings = pack_settings([], shape.steps, shape, self._rollout.page)
             self._decode(np.concatenate([packet, settings]), shape)
         self.ingest([SCRATCH], self.export([SCRATCH]))
         jax.block_until_ready(self._pool)

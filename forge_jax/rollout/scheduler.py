@@ -18,7 +18,7 @@ from forge_jax.rollout.plans import Decode, Plan, Prefill, Results
 from forge_jax.rollout.reading import chunk_of, read_prefills, routes_of, sampled_by
 from forge_jax.rollout.shaped import Draws
 from forge_jax.rollout.speculator import Speculator
-from forge_jax.types import Chunk, Finish
+from forge_jax.types import Chunk, Finish, Refused
 
 PREFILLS = 8  # prefill calls of a round while nothing is decoded; fewer as more is
 AHEAD = 4  # waiting requests looked at for each slot, of which some may wait for a prefix
@@ -27,9 +27,10 @@ AHEAD = 4  # waiting requests looked at for each slot, of which some may wait fo
 class Scheduler:
     """Admits in order of arrival, but for those whose prefix is being computed."""
 
-    def __init__(self, cfg: RolloutConfig, root: bytes):
-        """`root` is the key of the weights, see `keys.root_key`."""
-        self._cfg = cfg
+    def __init__(self, cfg: RolloutConfig, root: bytes, vocab: int):
+        """`root` is the key of the weights, see `keys.root_key`; `vocab` is the model's."""
+        self._cfg, self._vocab = cfg, vocab
+        self._refused: list[tuple[int, Refused]] = []
         self.memory = Memory(cfg, root)
         self.speculator = Speculator(cfg)
         self.admitting = True  # False: no waiting request gets a slot
@@ -119,7 +120,7 @@ class Scheduler:
             calls.append(call)
         self._admit()  # mates of the last prefill may lack nothing
         self._grow()
-        ready = [stay for stay in self._stays.values() if stay.ready]
+        ready = [stay for stay in [*self._stays.values()] if stay.ready and self._followed(stay)]
         decode = self._decode(ready) if ready else None
         self._count(calls, decode is not None)
         if not calls and decode is None:
@@ -149,7 +150,29 @@ class Scheduler:
         return chunks
 
     def _decode(self, ready: list[Stay]) -> Decode:
-        return plan_decode(ready, self.speculator.depth(ready), self._cfg, self.speculator.said)
+        depth, said = self.speculator.depth(ready), self.speculator.said
+        return plan_decode(ready, depth, self._cfg, said, self._vocab)
+
+    def _followed(self, stay: Stay) -> bool:
+        """Whether the grammar of a job, where it has one, goes on from what is known of it; if
+        not, the job ends."""
+        job = stay.job
+        if job.matcher is None:
+            return True
+        output = job.tokens[job.prompt : job.length]
+        wrong = job.matcher.advance(output, min(self._cfg.decode_steps, job.total - job.length))
+        if wrong is None:
+            return True
+        grammar = job.sampling.grammar
+        named = "grammar" if grammar is None else grammar.source
+        self._refused.append((job.number, Refused(400, f"{named}: {wrong}")))
+        self._end(job, Finish.ABORT)
+        return False
+
+    def refused(self) -> list[tuple[int, Refused]]:
+        """Jobs that a plan had to end since this was called last, and why."""
+        refused, self._refused = self._refused, []
+        return refused
 
     def audit(self) -> None:
         """Raises AssertionError unless every page and slot has one place."""

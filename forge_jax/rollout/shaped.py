@@ -45,11 +45,12 @@ def draw(
     settings: Settings,
     history: History,
     stop: Int[Array, "B N"],
+    banned: Bool[Array, "B V"],
     told: Told,
 ) -> Draws:
     """A token for `position` of each row, with the same uniform number as `sampling.sample`."""
     greedy = temperature == 0
-    after = changed(logits, settings, history, stop, position)
+    after = changed(logits, settings, history, stop, position, banned)
     x = after.logits / jnp.where(greedy, 1.0, temperature)[:, None]
     x = jnp.where(after.excluded, -jnp.inf, x)
     keep = kept(x, settings)

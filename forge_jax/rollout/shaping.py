@@ -66,9 +66,10 @@ def changed(
     history: History,
     stop: Int[Array, "B N"],
     position: Int[Array, " B"],
+    banned: Bool[Array, "B V"],
 ) -> Changed:
     """Bias, then repetition, then the additive penalties (vLLM's order), and what may not come
-    at `position`: stop ids before their time."""
+    at `position`: what is `banned`, and stop ids before their time, unless nothing else is left."""
     vocab = logits.shape[1]
     rows = jnp.arange(len(logits))[:, None]
 
@@ -85,10 +86,11 @@ def changed(
     x = jnp.where(scaled, jnp.where(x > 0, x / times, x * times), x) - penalty
     early = (position < settings.stop_from)[:, None] & (stop >= 0)
     waits = nothing.at[rows, jnp.where(early, stop, vocab)].set(1, mode="drop") > 0
+    waits &= jnp.any(~waits & ~banned, axis=-1, keepdims=True)
     return Changed(
         logits=x,
         offset=bias - penalty,
-        excluded=waits,
+        excluded=waits | banned,
         scaled=scaled,
     )
 

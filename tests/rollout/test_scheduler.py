@@ -23,7 +23,7 @@ class Host:
 
     def __init__(self, cfg: RolloutConfig):
         self.cfg = cfg
-        self.scheduler = Scheduler(cfg, b"0")
+        self.scheduler = Scheduler(cfg, b"0", VOCAB)
         self.device = FakeDevice(cfg, self.scheduler)
         self.chunks: defaultdict[int, list[Chunk]] = defaultdict(list)
         self.requests: dict[int, Request] = {}

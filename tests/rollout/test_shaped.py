@@ -14,7 +14,7 @@ VOCAB, ROWS, STOPS = 300, 12, 2
 TOLD = Told(top=5, support=32)
 NEUTRAL = {
     "top_k": 0, "top_p": 1.0, "min_p": 0.0, "presence": 0.0, "frequency": 0.0, "repetition": 1.0,
-    "stop_from": 0, "bias": {},
+    "stop_from": 0, "bias": {}, "allowed": range(VOCAB),
 }  # fmt: skip
 CASES = {
     "plain": {},
@@ -28,6 +28,11 @@ CASES = {
     "repetition": {"repetition": 1.7},
     "bias": {"bias": {3: 4.0, 9: -100.0, 250: 1.5}},
     "early": {"stop_from": 50},
+    "few": {"allowed": [5, 17, 33, 250]},
+    "most": {"allowed": range(20, VOCAB)},
+    "half": {"allowed": range(0, VOCAB, 2), "presence": 0.5},
+    "one": {"allowed": [33], "top_k": 3},
+    "early and last": {"stop_from": 50, "allowed": [5]},
     "everything": {
         "top_k": 11, "top_p": 0.9, "min_p": 0.01, "presence": -1.0, "frequency": 1.0,
         "bias": {41: 3.0}, "stop_from": 50,
@@ -48,7 +53,7 @@ def settings_of(rows: list[dict]) -> Settings:
             np.asarray(NEUTRAL[name]).dtype.char.replace("l", "i").replace("d", "f"),
         )
         for name in NEUTRAL
-        if name != "bias"
+        if name not in ("bias", "allowed")
     }
     return Settings(**scalars, bias_ids=ids, bias=bias)
 
@@ -72,7 +77,10 @@ def inputs(rows: int = ROWS, seed: int = 0) -> dict:
 
 def call(case: list[dict], given: dict, told: Told = TOLD) -> Draws:
     given = {name: x for name, x in given.items() if name != "sequences"}
-    return run(**given, settings=settings_of(case), told=told)
+    banned = np.ones((len(case), VOCAB), bool)
+    for row, asked in zip(banned, case, strict=True):
+        row[list((NEUTRAL | asked)["allowed"])] = False
+    return run(**given, settings=settings_of(case), banned=banned, told=told)
 
 
 def reference(case: dict, given: dict, row: int) -> np.ndarray:
@@ -88,8 +96,9 @@ def reference(case: dict, given: dict, row: int) -> np.ndarray:
         z[token] -= s["frequency"]
     for token in set(tokens[10:].tolist()):
         z[token] -= s["presence"]
-    if given["position"][row] < s["stop_from"]:
+    if given["position"][row] < s["stop_from"] and [*s["allowed"]] != [5]:
         z[5] = -np.inf
+    z[[token for token in range(VOCAB) if token not in s["allowed"]]] = -np.inf
     z /= given["temperature"][row]
     p = np.exp(z - z.max())
     p[p < s["min_p"]] = 0
@@ -126,7 +135,7 @@ def test_log_probs_and_supports_are_those_of_the_reference(name: str) -> None:
             np.testing.assert_allclose(
                 np.exp(z - z.max()) / np.exp(z - z.max()).sum(), p, atol=1e-6
             )
-        truncated = name.startswith(("top", "wide", "min", "all", "everything"))
+        truncated = name.startswith(("top", "wide", "min", "all", "everything", "half"))
         many = truncated and np.count_nonzero(p) > TOLD.support
         assert (kind == LOST) == (many or name == "repetition")
 

@@ -105,7 +105,7 @@ def test_on_is_off_where_some_change_their_logits(
 
 def test_a_drafter_is_told_what_a_shaped_call_sampled() -> None:
     rollout = dataclasses.replace(NGRAM, shaping=True)
-    scheduler = Scheduler(rollout, b"0")
+    scheduler = Scheduler(rollout, b"0", CFG.vocab)
     limits = Limits(context=rollout.context, vocab=CFG.vocab, stop_ids=())
     prompt, steps = np.array([7], np.int32), rollout.decode_steps
     asked = ask(prompt), ask(prompt, top_k=3, max_tokens=steps)

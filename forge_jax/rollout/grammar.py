@@ -1,0 +1,137 @@
+"""Which tokens a grammar lets come next.
+
+Grammars and the tokens of completions flow in; sets of tokens flow out, as bits. Everything
+follows from the tokens alone, so it does not matter who sampled them, or in how many calls.
+Invariant: a completion that a stop id has ended is a text of its grammar.
+"""
+
+import functools
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from forge_jax.drawing import CHOICE, JSON_SCHEMA, REGEX, Grammar
+from forge_jax.models.tokenizer import REPLACEMENT, Tokenizer
+from forge_jax.types import Refused
+
+# Between the parts of a JSON text: one space, or a new line and its indentation. Without a bound
+# a model that has lost its way may write white space for ever.
+WHITESPACE = r"( |\n[ \t]{0,16})"
+LIMITS = LLParserLimits(verbose_errors=False)
+SHOWN = 500  # characters of an error of the compiler that a client is told
+
+
+class Grammars:
+    """Compiles grammars for one vocabulary; the last ones are kept. Any thread may ask."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int, stop_ids: Sequence[int]):
+        """`vocab` is the model's, which may have more ids than the tokenizer."""
+        self._tokenizer, self._vocab = tokenizer, vocab
+        self._stop_ids = tuple(stop_ids)
+        self._lock = threading.Lock()
+        self._compiled = functools.lru_cache(maxsize=256)(self._compile)
+
+    def open(self) -> None:
+        """Reads the vocabulary, which takes seconds where it is large, before a request has to."""
+        if self._stop_ids:
+            with self._lock:
+                _ = self._vocabulary
+
+    def matcher(self, grammar: Grammar) -> "Matcher":
+        """At the beginning of a completion. Raises Refused(400) where `grammar` is none."""
+        with self._lock:
+            return Matcher(self._compiled(grammar).deep_copy(), self._vocab, self._stop_ids)
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        if not self._stop_ids:
+            raise Refused(400, f"{grammar.source}: the model has no stop id to end a text with")
+        try:
+            text = _written(grammar)
+        except Exception as error:  # of a converter, which raises what it likes
+            raise Refused(400, f"{grammar.source}: {str(error)[:SHOWN]}") from error
+        made = LLMatcher(self._vocabulary, text, log_level=0, limits=LIMITS)
+        if made.is_error():
+            raise Refused(400, f"{grammar.source}: {made.get_error().strip()[:SHOWN]}")
+        return made
+
+    @functools.cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        wrapped = TokenizerWrapper(_Vocabulary(self._tokenizer, self._stop_ids))
+        return LLTokenizer(wrapped, n_vocab=self._vocab, eos_token=[*self._stop_ids])
+
+
+class Matcher:
+    """Where a completion stands in its grammar."""
+
+    def __init__(self, inner: LLMatcher, vocab: int, stop_ids: Sequence[int]):
+        self._inner = inner
+        self._read = 0  # tokens of the completion
+        self._stops = np.zeros(-(-vocab // 32), np.uint32)
+        for index in stop_ids:
+            self._stops[index // 32] |= np.uint32(1 << index % 32)
+        self.forced: list[int] = []  # the only tokens that can come, one after another
+        self.allowed = np.zeros_like(self._stops)  # bits of those that can come behind `forced`
+
+    @property
+    def steps(self) -> int:
+        """Tokens that can be sampled without knowing what they are."""
+        return len(self.forced) + 1
+
+    def advance(self, output: np.ndarray, most: int) -> str | None:
+        """Reads the tokens of a completion so far, and looks at most `most` tokens ahead.
+
+        Returns what is wrong where nothing can come, as in a grammar that is too complex or that
+        asks for bytes no token has.
+        """
+        inner = self._inner
+        inner.consume_tokens(output[self._read :].tolist())
+        self._read = len(output)
+        self.forced = inner.compute_ff_tokens()[: most - 1]
+        inner.consume_tokens(self.forced)
+        inner.unsafe_compute_mask_ptr(self.allowed.ctypes.data, self.allowed.nbytes)
+        if not inner.is_accepting():
+            self.allowed &= ~self._stops
+        inner.rollback(len(self.forced))
+        if inner.is_error():
+            return inner.get_error().strip()[:SHOWN]
+        return None if self.allowed.any() else "the vocabulary has no token for what must come"
+
+
+class _Vocabulary:
+    """What llguidance asks of a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int]):
+        self._tokenizer = tokenizer
+        self.eos_token_id, self.bos_token_id = stop_ids[0], None
+        self.special_token_ids = sorted({*tokenizer.control_ids, *stop_ids})
+        self.tokens = [self._bytes(index) for index in range(tokenizer.vocab_size)]
+
+    def _bytes(self, index: int) -> bytes:
+        # A stop id ends the text, even where its own bytes could be part of it.
+        if index in self.special_token_ids:
+            return b"<|%d|>" % index
+        raw = self._tokenizer.piece(index, False)
+        return b"" if raw == REPLACEMENT else raw
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._tokenizer.encode(text.decode("utf-8", "replace"))
+
+
+def _written(grammar: Grammar) -> str:
+    """A grammar as llguidance reads it. Raises where that cannot be."""
+    text = grammar.text
+    if grammar.kind == JSON_SCHEMA:
+        defaults: Any = {"whitespace_pattern": WHITESPACE}
+        return LLMatcher.grammar_from_json_schema(text, defaults=defaults)
+    if grammar.kind == REGEX:
+        return LLMatcher.grammar_from_regex(regex_to_lark(text, "d"))
+    if grammar.kind == CHOICE:
+        text = "start: " + " | ".join(json.dumps(choice) for choice in json.loads(text))
+    elif "::=" in text:
+        text = gbnf_to_lark(text)
+    return LLMatcher.grammar_from_lark(text)
