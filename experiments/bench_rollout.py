@@ -38,7 +38,7 @@ class Sizes:
     slots: int = 64
     page: int = 16
     chunk: int = 256
-    decode_steps: int = 16
+    decode_steps: int = 32
     dtype: str | None = None
 
 

@@ -20,7 +20,8 @@ from forge_jax.rollout.shaped import Draws
 from forge_jax.rollout.speculator import Speculator
 from forge_jax.types import Chunk, Finish, Refused
 
-PREFILLS = 8  # prefill calls of a round while nothing is decoded; fewer as more is
+PREFILLS = 8  # prefill calls of a round while few rows decode; fewer as more do
+FIRST = 32  # ... while nobody who has a token waits for the next: decoding few rows costs as many
 AHEAD = 4  # waiting requests looked at for each slot, of which some may wait for a prefix
 
 
@@ -272,7 +273,10 @@ class Scheduler:
         return job.tokens[:page].tobytes() if full else b"%d" % job.number
 
     def _prefills(self) -> int:
-        ready = sum(stay.ready for stay in self._stays.values())
+        stays = self._stays.values()
+        if not any(stay.most or not stay.job.silent for stay in stays):
+            return FIRST
+        ready = sum(stay.ready for stay in stays)
         return max(1, PREFILLS * (self._cfg.slots - ready) // self._cfg.slots)
 
     def _count(self, calls: list[Prefill], decode: bool) -> None:

@@ -11,7 +11,7 @@ from checking_device import VOCAB, FakeDevice, drawn
 from forge_jax.config import UPDATES, RolloutConfig
 from forge_jax.rollout.jobs import Limits, job_of
 from forge_jax.rollout.plans import Plan, Results
-from forge_jax.rollout.scheduler import Scheduler
+from forge_jax.rollout.scheduler import PREFILLS, Scheduler
 from forge_jax.types import Chunk, Finish, Request, Sampling
 
 TINY = RolloutConfig(slots=8, context=24, page=4, chunk=8, decode_steps=3, pages=17)
@@ -297,3 +297,28 @@ def test_who_waits_for_a_prefill_takes_it_over_when_it_is_aborted() -> None:
     host.finish()
     host.check()
     assert host.chunks[second][-1].finish is not None
+
+
+def test_requests_that_come_together_are_decoded_together() -> None:
+    host = Host(RolloutConfig(slots=8, context=40, page=4, chunk=8, decode_steps=4))
+    prompts = np.random.default_rng(0).integers(2, VOCAB, (8, 25)).astype(np.int32)
+    for prompt in prompts:
+        host.submit(prompt, max_tokens=8, ignore_eos=True)
+    host.finish()
+    host.check()
+    counts = host.scheduler.counts
+    assert counts["prefill_calls"] == 8 * 3 > PREFILLS
+    assert counts["decode_calls"] == 2, "no call decodes while the others' prompts are missing"
+
+
+def test_whoever_has_a_token_waits_for_few_prompts() -> None:
+    host = Host(RolloutConfig(slots=8, context=40, page=4, chunk=8, decode_steps=4))
+    host.submit(np.array([9], np.int32), ignore_eos=True)
+    host.round()
+    for prompt in np.random.default_rng(0).integers(2, VOCAB, (7, 25)).astype(np.int32):
+        host.submit(prompt, max_tokens=8, ignore_eos=True)
+    host.round()
+    assert host.scheduler.counts["decode_calls"] == 2
+    assert 0 < host.scheduler.counts["prefill_calls"] <= PREFILLS
+    host.finish()
+    host.check()
