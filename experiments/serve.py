@@ -57,6 +57,7 @@ class Sizes:
     store: str | None = None
     shaping: bool = True
     top_logprobs: int = 20
+    prompt_logprobs: int | None = 20
     support: int = 64
 
     def __post_init__(self) -> None:
@@ -79,6 +80,7 @@ class Sizes:
             store=self.store,
             shaping=self.shaping,
             top_logprobs=self.top_logprobs,
+            prompt_logprobs=self.prompt_logprobs,
             support=self.support,
         )
 

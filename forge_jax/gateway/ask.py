@@ -28,13 +28,30 @@ class Ask:
     include_usage: bool  # a stream ends with a chunk of usage
     logprobs: bool
     top_logprobs: int  # likeliest tokens to tell beside each sampled one
+    prompt_logprobs: int | None  # ... beside each token of the prompt; None: nothing is told
+    echo: bool = False  # the prompt comes before the completion
     tell_ids: bool  # token ids and weight versions
     shaping: Mapping[str, Any]  # what else `Sampling` is to have
+
+    @property
+    def echo_only(self) -> bool:
+        """Nothing that is sampled is told."""
+        return self.max_tokens == 0
+
+    @property
+    def prompt_tops(self) -> int | None:
+        """Likeliest tokens that the engine has to tell beside each token of the prompt."""
+        if self.echo and self.logprobs:
+            return max(self.top_logprobs, self.prompt_logprobs or 0)
+        return self.prompt_logprobs
 
 
 def common_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `Ask` that both of OpenAI's completion protocols spell alike."""
     options = mapping(body, "stream_options")
+    prompt_logprobs = integer(body, "prompt_logprobs", 0, MOST_TOKENS)
+    if prompt_logprobs is not None and flag(body, "stream"):
+        raise wrong("prompt_logprobs", prompt_logprobs, "null where stream=true")
     return {
         "n": integer(body, "n", 1, MOST_CHOICES) or 1,
         "temperature": number(body, "temperature", 0.0),
@@ -45,6 +62,7 @@ def common_fields(body: Mapping[str, Any]) -> dict[str, Any]:
         "stream": flag(body, "stream"),
         "include_usage": flag(options, "include_usage", "stream_options."),
         "tell_ids": flag(body, "return_token_ids"),
+        "prompt_logprobs": prompt_logprobs,
         "shaping": _shaping(body),
     }
 

@@ -24,6 +24,7 @@ from forge_jax.gateway.openai_parts import (
     token_data,
     usage_of,
 )
+from forge_jax.gateway.prompt_logprobs import by_token
 from forge_jax.gateway.wire import Context, Wire
 from forge_jax.types import Chunk
 
@@ -52,6 +53,9 @@ def answer(context: Context) -> Mapping[str, Any]:
     }
     if context.ask.tell_ids:
         body["prompt_token_ids"] = context.call.prompt.ids.tolist()
+    top = context.ask.prompt_logprobs
+    if top is not None:
+        body["prompt_logprobs"] = by_token(context.call, context.tokenizer, top)
     return body
 
 

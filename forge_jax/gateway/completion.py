@@ -15,7 +15,7 @@ from forge_jax.gateway.messages import Message, ToolCall
 from forge_jax.gateway.text import TextReader
 from forge_jax.gateway.tools import ToolParser
 from forge_jax.models.tokenizer import Tokenizer
-from forge_jax.types import NO_ROUTE, Chunk, Finish, Request, Turn
+from forge_jax.types import NO_ROUTE, Chunk, Finish, PromptLogprobs, Request, Turn
 
 Tops = tuple[tuple[tuple[int, float], ...], ...]  # of each token: ids and log-probs
 Place = tuple[int, int]  # number of a call in its session, number of the choice
@@ -39,6 +39,7 @@ class Completion:
         self.stop_text: str | None = None
         self.queue_seconds = 0.0
         self.cached_tokens = 0
+        self.prompt_logprobs: PromptLogprobs | None = None
         self.ended = 0.0  # time of the last token
         self._chunks: list[Chunk] = []
         self._tokenizer = tokenizer
@@ -52,6 +53,7 @@ class Completion:
         if not self._chunks:
             self.queue_seconds = chunk.queue_seconds
             self.cached_tokens = chunk.cached_tokens
+            self.prompt_logprobs = chunk.prompt
         self._chunks.append(chunk)
         self.ended = now
         pieces = self._parser.feed(self._reader.feed(chunk))

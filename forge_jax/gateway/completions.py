@@ -11,7 +11,7 @@ import numpy as np
 from forge_jax.gateway.ask import Ask, common_fields
 from forge_jax.gateway.completion import Completion, Tops, tops_of
 from forge_jax.gateway.errors import ApiError
-from forge_jax.gateway.fields import integer, token_ids, wrong
+from forge_jax.gateway.fields import flag, integer, token_ids, wrong
 from forge_jax.gateway.messages import ToolCall
 from forge_jax.gateway.openai_parts import (
     error_events,
@@ -22,6 +22,7 @@ from forge_jax.gateway.openai_parts import (
     token_data,
     usage_of,
 )
+from forge_jax.gateway.prompt_logprobs import by_token, echoed
 from forge_jax.gateway.wire import Context, Wire
 from forge_jax.types import Chunk
 
@@ -31,18 +32,22 @@ MOST_TOKENS = 2**31 - 1
 
 def parse(body: Mapping[str, Any]) -> Ask:
     """What a body asks for. Raises ApiError(400)."""
-    for name in ("echo", "suffix"):
-        if body.get(name):
-            raise ApiError(400, f"{name} is not supported", param=name)
+    if body.get("suffix"):
+        raise ApiError(400, "suffix is not supported", param="suffix")
+    echo = flag(body, "echo")
+    most = integer(body, "max_tokens", 0 if echo else 1, MOST_TOKENS)
     told = body.get("logprobs")
     if isinstance(told, bool):
         logprobs, top = told, 0
     else:
         count = integer(body, "logprobs", 0, 20)
         logprobs, top = count is not None, count or 0
+    if echo and flag(body, "stream") and (logprobs or most == 0):
+        raise wrong("stream", True, "false where the prompt is echoed with logprobs or alone")
     return Ask(
         source=_prompt(body),
-        max_tokens=integer(body, "max_tokens", 1, MOST_TOKENS) or DEFAULT_TOKENS,
+        max_tokens=DEFAULT_TOKENS if most is None else most,
+        echo=echo,
         logprobs=logprobs,
         top_logprobs=top,
         **common_fields(body),
@@ -65,7 +70,7 @@ def answer(context: Context) -> Mapping[str, Any]:
     return {
         **_head(context),
         "choices": [_whole(context, c) for c in context.call.completions],
-        "usage": usage_of(context.call),
+        "usage": usage_of(context.call, not context.ask.echo_only),
     }
 
 
@@ -79,16 +84,31 @@ def _head(context: Context) -> dict[str, Any]:
 
 
 def _whole(context: Context, completion: Completion) -> dict[str, Any]:
+    ask, call = context.ask, context.call
+    before = call.prompt.text if ask.echo else ""
+    count = 0 if ask.echo_only else len(completion.output)
+    output, logprobs = completion.output[:count], completion.logprobs[:count]
+    tops = None if completion.tops is None else completion.tops[:count]
+    told = _logprobs(context, output, logprobs, tops, len(before))
     choice: dict[str, Any] = {
         "index": completion.place[1],
-        "text": completion.message.content,
-        "logprobs": _logprobs(context, completion.output, completion.logprobs, completion.tops, 0),
-        "finish_reason": finish_reason(completion),
+        "text": before + ("" if ask.echo_only else completion.message.content),
+        "logprobs": _with_prompt(context, told) if ask.echo and told else told,
+        "finish_reason": "length" if ask.echo_only else finish_reason(completion),
     }
-    if context.ask.tell_ids:
-        choice |= token_data(completion.output, completion.versions)
-        choice["prompt_token_ids"] = context.call.prompt.ids.tolist()
+    if ask.tell_ids:
+        choice |= token_data(output, completion.versions[:count])
+        choice["prompt_token_ids"] = call.prompt.ids.tolist()
+    if ask.prompt_logprobs is not None:
+        choice["prompt_logprobs"] = by_token(call, context.tokenizer, ask.prompt_logprobs)
     return choice
+
+
+def _with_prompt(context: Context, told: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The log-probs of a completion, behind those of its prompt."""
+    prompt = echoed(context.call, context.tokenizer, context.ask.top_logprobs)
+    prompt["text_offset"] = _offsets(prompt["tokens"], 0)
+    return {name: told[name] if told[name] is None else prompt[name] + told[name] for name in told}
 
 
 def _logprobs(
@@ -137,6 +157,8 @@ class CompletionStream:
         told = self._context.ask.tell_ids or self._context.ask.logprobs
         if not text and chunk.finish is None and not (told and len(chunk.ids)):
             return []
+        if index not in self._offsets and self._context.ask.echo:
+            text = self._context.call.prompt.text + text
         offset = self._offsets.get(index, 0)
         choice: dict[str, Any] = {
             "index": index,

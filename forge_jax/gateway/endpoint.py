@@ -121,13 +121,14 @@ class Endpoint:
         for choice in range(ask.n):
             sampling = _sampling(
                 temperature=1.0 if temperature is None else temperature,
-                max_tokens=ask.max_tokens,
+                max_tokens=1 if ask.echo_only else ask.max_tokens,
                 seed=session.seed_of(call.draw) if ask.seed is None else ask.seed,
                 choice=choice,
                 stop=ask.stop,
                 stop_ids=stop_ids,
                 ignore_eos=ask.ignore_eos,
-                top_logprobs=ask.top_logprobs,
+                top_logprobs=0 if ask.echo_only else ask.top_logprobs,
+                prompt_logprobs=None if choice else ask.prompt_tops,  # of one for all
                 **ask.shaping,
             )
             completions.append(
@@ -204,11 +205,14 @@ class Answer:
         """One JSON object."""
 
         async def take(completion: Completion, chunk: Chunk, _: list[str | ToolCall]) -> None:
-            self._session.learn(completion)
+            if not self._context.ask.echo_only:
+                self._session.learn(completion)
 
         await draw(self._engine, self._call, take)
         body = encoded(self._wire.answer(self._context))
         await send_body(send, 200, body, "application/json", headers)
+        if self._context.ask.echo_only:  # what was sampled is nobody's
+            self._call.abort()
         self._call.delivered = True
 
     async def stream(self, stream: EventStream) -> None:

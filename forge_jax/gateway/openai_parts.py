@@ -33,10 +33,11 @@ def last_events(head: Mapping[str, Any], ask: Ask, call: Call) -> list[bytes]:
     return [event({**head, "choices": [], "usage": usage_of(call)}), DONE]
 
 
-def usage_of(call: Call) -> Mapping[str, Any]:
-    """Tokens of a call: its prompt once, all completions, and what a cache saved."""
+def usage_of(call: Call, told: bool = True) -> Mapping[str, Any]:
+    """Tokens of a call: its prompt once, all completions if they are told, and what a cache
+    saved."""
     prompt = len(call.prompt.ids)
-    sampled = sum(len(completion.output) for completion in call.completions)
+    sampled = sum(len(completion.output) for completion in call.completions) if told else 0
     return {
         "prompt_tokens": prompt,
         "completion_tokens": sampled,

@@ -140,12 +140,16 @@ def test_a_real_server(mesh: tuple[str, ...]) -> None:
                 assert choice.prompt_token_ids == [65, 66, 67]
                 assert choice.weight_versions == [0] * 4
                 assert all(logprob < 0 for logprob in choice.logprobs.token_logprobs)
+            tokens = [65, 66, 67, *first[0].token_ids]
+            ask |= {"prompt": tokens, "n": 1, "echo": True, "max_tokens": 0}
+            [scored] = client.completions.create(**ask).choices
+            assert scored.logprobs.token_logprobs[3:] == pytest.approx(told[0][1], abs=1e-4)
         for prompt, code in (([1] * 40, "context_length_exceeded"), ([70_000], None)):
             answer = httpx.post(f"{ready['url']}/v1/completions", json={"prompt": prompt})
             assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
         bearer = {"authorization": "Bearer secret"}
         turns = httpx.get(f"{ready['url']}/sessions/k", headers=bearer).json()["turns"]
-        assert len(turns) == 6
+        assert len(turns) == 7
         assert stopped(process) == (0, "")
 
 
@@ -171,7 +175,7 @@ def test_a_server_that_is_stopped_before_it_is_ready_leaves_nothing(
 
 def test_sizes_are_those_of_the_engine() -> None:
     sizes = {"slots": 3, "context": 24, "chunk": 32, "decode_steps": 5, "dtype": "bfloat16"}
-    served = {"shaping": True, "top_logprobs": 20, "support": 64}
+    served = {"shaping": True, "top_logprobs": 20, "prompt_logprobs": 20, "support": 64}
     assert Sizes(**sizes).of(64) == RolloutConfig(**sizes, **served)
 
 

@@ -13,7 +13,7 @@ from forge_jax.gateway.config import GatewayConfig
 from forge_jax.gateway.gateway import Gateway
 from forge_jax.models.chat import Chat, built_in
 from forge_jax.models.tokenizer import ByteTokenizer
-from forge_jax.types import Chunk, Engine, Finish, Refused, Request, Turn
+from forge_jax.types import Chunk, Engine, Finish, PromptLogprobs, Refused, Request, Turn
 
 ADMIN = "admin-key"
 LOOK = {
@@ -63,10 +63,26 @@ class FakeEngine:
                     finish=finish if done else None,
                     queue_seconds=0.25,
                     cached_tokens=1,
+                    prompt=None if start else prompt_logprobs(request),
                 )
         finally:
             self.running -= 1
             self.aborted += not done
+
+
+def prompt_logprobs(request: Request) -> PromptLogprobs | None:
+    """The k-th token has the log-prob -k, rank 1 + k; the likeliest are "A", "B" ..."""
+    top = request.sampling.prompt_logprobs
+    if top is None:
+        return None
+    count = np.arange(1, len(request.prompt))
+    best = np.broadcast_to(np.arange(top), (len(count), top))
+    return PromptLogprobs(
+        logprobs=-count.astype(np.float32),
+        ranks=1 + count.astype(np.int32),
+        top_ids=(65 + best).astype(np.int32),
+        top_logprobs=-best.astype(np.float32) / 2,
+    )
 
 
 def text_engine(chat: Chat, *texts: str, **options) -> FakeEngine:
