@@ -101,13 +101,16 @@ class Refused(Exception):
     """An engine will not serve a request; `status` is the HTTP status that says why.
 
     400 bad request (code "context_length_exceeded" when the prompt does not fit),
-    429 overloaded, 5xx fault.
+    429 overloaded, 5xx fault. `param` names the field of a client at fault.
     """
 
-    def __init__(self, status: int, message: str, code: str | None = None):
+    def __init__(
+        self, status: int, message: str, code: str | None = None, param: str | None = None
+    ):
         super().__init__(message)
         self.status = status
         self.code = code
+        self.param = param
 
 
 class Engine(Protocol):

@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from forge_jax.drawing import Grammar
 from forge_jax.gateway.fields import flag, integer, mapping, number, strings, token_ids, wrong
 from forge_jax.gateway.messages import Conversation
+from forge_jax.gateway.structure import read_grammar
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
@@ -32,6 +34,7 @@ class Ask:
     echo: bool = False  # the prompt comes before the completion
     tell_ids: bool  # token ids and weight versions
     shaping: Mapping[str, Any]  # what else `Sampling` is to have
+    answer: Grammar | None  # that the answer belongs to, where it is no tool call
 
     @property
     def echo_only(self) -> bool:
@@ -64,6 +67,7 @@ def common_fields(body: Mapping[str, Any]) -> dict[str, Any]:
         "tell_ids": flag(body, "return_token_ids"),
         "prompt_logprobs": prompt_logprobs,
         "shaping": _shaping(body),
+        "answer": read_grammar(body),
     }
 
 

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from forge_jax.gateway.errors import ApiError
-from forge_jax.gateway.fields import mapping, sequence, text, wrong
+from forge_jax.gateway.fields import flag, mapping, sequence, text, wrong
 from forge_jax.gateway.messages import Conversation, Message, ToolCall, compact
 
+Tool = Mapping[str, Any]
 ROLES = {"system": "system", "developer": "system", "assistant": "assistant", "tool": "tool",
          "function": "tool"}  # fmt: skip
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -28,11 +29,13 @@ def read_conversation(body: Mapping[str, Any]) -> Conversation:
         if name in variables:
             path = f"chat_template_kwargs.{name}"
             raise ApiError(400, f"{path} is not a switch of a template", param=path)
+    tools = () if body.get("tool_choice") == "none" else _tools(body)
     return Conversation(
         messages=tuple(_message(m, f"messages[{i}]") for i, m in enumerate(messages)),
-        tools=() if body.get("tool_choice") == "none" else _tools(body),
+        tools=tools,
         variables=variables,
-        json_schema=_schema(body),
+        must_call=_must_call(body, tools),
+        parallel=body.get("parallel_tool_calls") is None or flag(body, "parallel_tool_calls"),
     )
 
 
@@ -86,7 +89,7 @@ def _call(value: Any, path: str) -> ToolCall:
     return ToolCall(id=text(value, "id", f"{path}.") or "", name=name, arguments=arguments)
 
 
-def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+def _tools(body: Mapping[str, Any]) -> tuple[Tool, ...]:
     tools = []
     for i, tool in enumerate(sequence(body, "tools")):
         path = f"tools[{i}]"
@@ -102,12 +105,20 @@ def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     return tuple(tools)
 
 
-def _schema(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    wanted = mapping(body, "response_format")
-    kind = text(wanted, "type", "response_format.")
-    if kind == "json_object":
-        return {"type": "object"}
-    if kind != "json_schema":
-        return None
-    holder = mapping(wanted, "json_schema", "response_format.")
-    return mapping(holder, "schema", "response_format.json_schema.")
+def _must_call(body: Mapping[str, Any], tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
+    """The tools of which `tool_choice` asks for a call."""
+    choice = body.get("tool_choice")
+    if choice in (None, "auto", "none"):
+        return ()
+    if choice == "required":
+        if not tools:
+            raise ApiError(400, "tool_choice='required' needs tools", param="tool_choice")
+        return tools
+    if not isinstance(choice, dict) or choice.get("type") != "function":
+        raise wrong("tool_choice", choice, "none, auto, required or a function")
+    name = text(mapping(choice, "function", "tool_choice."), "name", "tool_choice.function.")
+    found = tuple(tool for tool in tools if tool["function"]["name"] == name)
+    if not found:
+        path = "tool_choice.function.name"
+        raise ApiError(400, f"{path}={name!r} is none of the tools", param=path)
+    return found[:1]

@@ -5,6 +5,7 @@ Each call that was begun ends there exactly once: finished, refused or aborted.
 """
 
 import asyncio
+import dataclasses
 import logging
 import time
 from contextlib import suppress
@@ -16,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from forge_jax.gateway.ask import Ask
 from forge_jax.gateway.call import Call, draw
+from forge_jax.gateway.calling import reply_grammar
 from forge_jax.gateway.completion import Completion
 from forge_jax.gateway.config import GatewayConfig
 from forge_jax.gateway.errors import ApiError, ClientGone, from_refusal
@@ -32,6 +34,7 @@ from forge_jax.gateway.messages import Conversation, ToolCall, encoded
 from forge_jax.gateway.metrics import Metrics
 from forge_jax.gateway.session import Session, request_digest, session_hints
 from forge_jax.gateway.sessions import Sessions
+from forge_jax.gateway.structure import schema_of
 from forge_jax.gateway.tools import PlainText, ToolParser, parser_for
 from forge_jax.gateway.wire import Context, Wire
 from forge_jax.models.chat import Chat, TemplateError
@@ -116,7 +119,10 @@ class Endpoint:
         parent = session.replies.parent(call.prompt.ids)
         temperature = session.temperature if ask.temperature is None else ask.temperature
         stop_ids = (*chat.stop_ids, *ask.stop_ids)
-        facts = _facts(call, ask.source)
+        facts = _facts(call, ask)
+        grammar = ask.answer
+        if isinstance(ask.source, Conversation):
+            grammar = reply_grammar(ask.source, grammar, chat.format.tool_format)
         completions = []
         for choice in range(ask.n):
             sampling = _sampling(
@@ -129,6 +135,7 @@ class Endpoint:
                 ignore_eos=ask.ignore_eos,
                 top_logprobs=0 if ask.echo_only else ask.top_logprobs,
                 prompt_logprobs=None if choice else ask.prompt_tops,  # of one for all
+                grammar=grammar,
                 **ask.shaping,
             )
             completions.append(
@@ -262,13 +269,9 @@ def api_key(headers: dict[str, str]) -> str:
     return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
 
-def _facts(call: Call, source: object) -> Facts:
-    if not isinstance(source, Conversation):
-        return Facts(text=call.prompt.text, call=call.number)
-    return Facts(
-        text=call.prompt.text,
-        tools=source.tools,
-        tool_result=source.messages[-1].role == "tool",
-        json_schema=source.json_schema,
-        call=call.number,
-    )
+def _facts(call: Call, ask: Ask) -> Facts:
+    facts = Facts(text=call.prompt.text, call=call.number, json_schema=schema_of(ask.answer))
+    if not isinstance(ask.source, Conversation):
+        return facts
+    tool_result = ask.source.messages[-1].role == "tool"
+    return dataclasses.replace(facts, tools=ask.source.tools, tool_result=tool_result)

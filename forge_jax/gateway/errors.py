@@ -31,7 +31,7 @@ class ClientGone(Exception):
 
 def from_refusal(refusal: Refused) -> ApiError:
     """The error that says why the engine would not serve a request."""
-    return ApiError(refusal.status, str(refusal), code=refusal.code or "")
+    return ApiError(refusal.status, str(refusal), param=refusal.param, code=refusal.code or "")
 
 
 def error_body(error: ApiError) -> Mapping[str, Any]:

@@ -108,17 +108,18 @@ def sequence(body: Mapping[str, Any], name: str, path: str = "") -> Sequence[Any
     return value
 
 
-def strings(body: Mapping[str, Any], name: str, most: int) -> tuple[str, ...]:
+def strings(body: Mapping[str, Any], name: str, most: int, path: str = "") -> tuple[str, ...]:
     """One string or a list of at most `most`, none of them empty; () where absent."""
     value = body.get(name)
     if value is None:
         return ()
     values = value if isinstance(value, list) else [value]
     if len(values) > most:
-        raise ApiError(400, f"{name} has {len(values)} entries, at most {most}", param=name)
+        message = f"{path}{name} has {len(values)} entries, at most {most}"
+        raise ApiError(400, message, param=path + name)
     for item in values:
         if not isinstance(item, str) or not item:
-            raise wrong(name, value, "a string or a list of strings, none empty")
+            raise wrong(path + name, value, "a string or a list of strings, none empty")
     return tuple(values)
 
 

@@ -60,7 +60,8 @@ class Conversation:
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()  # OpenAI shape
     variables: Mapping[str, Any] = field(default_factory=dict)  # the template's own switches
-    json_schema: Mapping[str, Any] | None = None  # of the answer, where one is asked for
+    must_call: tuple[Mapping[str, Any], ...] = ()  # tools of which one has to be called
+    parallel: bool = True  # one reply may have several calls
 
 
 def compact(value: Any) -> str:

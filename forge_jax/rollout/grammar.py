@@ -45,18 +45,19 @@ class Grammars:
     def matcher(self, grammar: Grammar) -> "Matcher":
         """At the beginning of a completion. Raises Refused(400) where `grammar` is none."""
         with self._lock:
-            return Matcher(self._compiled(grammar).deep_copy(), self._vocab, self._stop_ids)
+            inner = self._compiled(grammar).deep_copy()
+        return Matcher(grammar, inner, self._vocab, self._stop_ids)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         if not self._stop_ids:
-            raise Refused(400, f"{grammar.source}: the model has no stop id to end a text with")
+            raise _refused(grammar, "the model has no stop id to end a text with")
         try:
             text = _written(grammar)
         except Exception as error:  # of a converter, which raises what it likes
-            raise Refused(400, f"{grammar.source}: {str(error)[:SHOWN]}") from error
+            raise _refused(grammar, str(error)) from error
         made = LLMatcher(self._vocabulary, text, log_level=0, limits=LIMITS)
         if made.is_error():
-            raise Refused(400, f"{grammar.source}: {made.get_error().strip()[:SHOWN]}")
+            raise _refused(grammar, made.get_error())
         return made
 
     @functools.cached_property
@@ -68,8 +69,8 @@ class Grammars:
 class Matcher:
     """Where a completion stands in its grammar."""
 
-    def __init__(self, inner: LLMatcher, vocab: int, stop_ids: Sequence[int]):
-        self._inner = inner
+    def __init__(self, grammar: Grammar, inner: LLMatcher, vocab: int, stop_ids: Sequence[int]):
+        self._grammar, self._inner = grammar, inner
         self._read = 0  # tokens of the completion
         self._stops = np.zeros(-(-vocab // 32), np.uint32)
         for index in stop_ids:
@@ -82,7 +83,7 @@ class Matcher:
         """Tokens that can be sampled without knowing what they are."""
         return len(self.forced) + 1
 
-    def advance(self, output: np.ndarray, most: int) -> str | None:
+    def advance(self, output: np.ndarray, most: int) -> Refused | None:
         """Reads the tokens of a completion so far, and looks at most `most` tokens ahead.
 
         Returns what is wrong where nothing can come, as in a grammar that is too complex or that
@@ -98,8 +99,10 @@ class Matcher:
             self.allowed &= ~self._stops
         inner.rollback(len(self.forced))
         if inner.is_error():
-            return inner.get_error().strip()[:SHOWN]
-        return None if self.allowed.any() else "the vocabulary has no token for what must come"
+            return _refused(self._grammar, inner.get_error())
+        if not self.allowed.any():
+            return _refused(self._grammar, "the vocabulary has no token for what must come")
+        return None
 
 
 class _Vocabulary:
@@ -120,6 +123,10 @@ class _Vocabulary:
 
     def __call__(self, text: bytes) -> list[int]:
         return self._tokenizer.encode(text.decode("utf-8", "replace"))
+
+
+def _refused(grammar: Grammar, why: str) -> Refused:
+    return Refused(400, f"{grammar.source}: {why.strip()[:SHOWN]}", param=grammar.source)
 
 
 def _written(grammar: Grammar) -> str:

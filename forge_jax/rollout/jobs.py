@@ -182,7 +182,7 @@ def check_asked(sampling: Sampling, rollout: RolloutConfig, limits: Limits) -> N
     if sampling.shaped and not rollout.shaping:
         asked = [name for name in SHAPING if getattr(sampling, name) != getattr(PLAIN, name)]
         name = asked[0] if sampling.grammar is None else sampling.grammar.source
-        raise Refused(400, f"{name} needs an engine with rollout.shaping=True")
+        raise Refused(400, f"{name} needs an engine with rollout.shaping=True", param=name)
     if sampling.top_logprobs > rollout.top_logprobs:
         raise Refused(
             400,

@@ -164,9 +164,7 @@ class Scheduler:
         wrong = job.matcher.advance(output, min(self._cfg.decode_steps, job.total - job.length))
         if wrong is None:
             return True
-        grammar = job.sampling.grammar
-        named = "grammar" if grammar is None else grammar.source
-        self._refused.append((job.number, Refused(400, f"{named}: {wrong}")))
+        self._refused.append((job.number, wrong))
         self._end(job, Finish.ABORT)
         return False
 

@@ -9,10 +9,11 @@ from collections.abc import AsyncGenerator, Sequence
 
 import numpy as np
 
+from forge_jax.drawing import GRAMMAR
 from forge_jax.models.tokenizer import Tokenizer
 from forge_jax.rollout.script import Rule, answer, match
 from forge_jax.rollout.stop import StopStrings
-from forge_jax.types import Chunk, Finish, Refused, Request, Sampling
+from forge_jax.types import Chunk, Facts, Finish, Grammar, Refused, Request, Sampling
 
 
 class ScriptedEngine:
@@ -27,10 +28,13 @@ class ScriptedEngine:
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Yields the answer in its pieces.
 
-        Raises Refused with the status the rule gives, and with 500 if no rule matches or the
-        answer cannot be made.
+        Raises Refused with the status the rule gives, with 500 if no rule matches or the answer
+        cannot be made, and with 400 where it should belong to more than a schema says.
         """
-        facts = request.facts
+        facts, grammar = request.facts, request.sampling.grammar
+        if grammar is not None and not _followed(grammar, facts):
+            why = f"{grammar.source}: a scripted engine follows schemas alone"
+            raise Refused(400, why, param=grammar.source)
         found = match(self._rules, facts)
         if found is None:
             raise Refused(500, f"no rule of the script matches call {facts.call}: {facts.text!r}")
@@ -67,3 +71,8 @@ class ScriptedEngine:
             if found is not None:
                 return kept[: found[0]], Finish.STOP, found[1]
         return kept, Finish.STOP if len(kept) == len(ids) else Finish.LENGTH, None
+
+
+def _followed(grammar: Grammar, facts: Facts) -> bool:
+    """Whether a script can do what is asked: it is told of schemas and tools."""
+    return facts.json_schema is not None or (grammar.kind == GRAMMAR and bool(facts.tools))

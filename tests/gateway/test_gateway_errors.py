@@ -122,7 +122,7 @@ def test_what_nobody_knows_is_tolerated() -> None:
                 ],
                 "tools": [{"type": "web_search"}, {**LOOK, "cache_control": {"type": "x"}}],
                 "reasoning_effort": "high", "metadata": {"a": 1}, "store": False, "user": "u",
-                "parallel_tool_calls": True, "tool_choice": {"type": "allowed_tools"},
+                "parallel_tool_calls": True,
             }  # fmt: skip
             assert (await up.post("/v1/chat/completions", body)).status_code == 200
 

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import jsonschema
 import numpy as np
 import pytest
+from openai import AsyncOpenAI, BadRequestError
 from small_engine import (
+    BYTES,
     SMALL,
     Completion,
     ask,
@@ -27,6 +29,9 @@ from small_engine import (
 
 from forge_jax.config import RolloutConfig
 from forge_jax.drawing import CLOSED, LOST, joined
+from forge_jax.gateway.config import GatewayConfig
+from forge_jax.gateway.gateway import Gateway
+from forge_jax.models.chat import Chat, ChatFormat
 from forge_jax.rl.logprob import edge_logprob
 from forge_jax.rl.supports import to_device
 from forge_jax.rollout.disaggregated import DisaggregatedEngine
@@ -180,6 +185,72 @@ def test_a_router_and_engines_that_share_the_work_follow_grammars() -> None:
 
     for each in zip(*run(everywhere()), strict=True):
         assert len({tuple(out.ids) for out in each}) == 1
+
+
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {
+            "type": "object",
+            "properties": {"key": {"enum": ["k1", "k2"]}},
+            "required": ["key"],
+            "additionalProperties": False,
+        },
+    },
+}
+FIND = {"type": "function", "function": {**LOOK["function"], "name": "find"}}
+PLAIN = ChatFormat(template="{{ messages[-1].content }}", end_of_turn="<|im_end|>")
+
+
+def named(name: str) -> Any:
+    return {"type": "function", "function": {"name": name}}
+
+
+async def through_the_client(client: AsyncOpenAI) -> None:
+    chat, hot = client.chat.completions.create, {"model": "m", "temperature": 1.3}
+    hot |= {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 100}
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": INNER}}
+    answer = await chat(response_format=wanted, seed=1, n=3, **hot)
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content), INNER)
+    several = {"tools": [LOOK, FIND], "parallel_tool_calls": False}
+    either = {"look", "find"}
+    for tool_choice, names in (("required", either), (named("look"), {"look"})):
+        answer = await chat(tool_choice=tool_choice, seed=1, **several, **hot)
+        (call,) = answer.choices[0].message.tool_calls
+        assert answer.choices[0].finish_reason == "tool_calls"
+        assert json.loads(call.function.arguments)["key"] in ("k1", "k2")
+        assert call.function.name in names
+    stream = await chat(tool_choice=named("find"), stream=True, seed=0, **several, **hot)
+    deltas = [delta async for delta in stream]
+    calls = [c for d in deltas for choice in d.choices for c in choice.delta.tool_calls or ()]
+    assert [c.function.name for c in calls if c.function.name] == ["find"]
+    arguments = "".join(c.function.arguments or "" for c in calls)
+    assert json.loads(arguments)["key"] in ("k1", "k2")
+    raw = client.completions.create
+    for extra in ({"guided_regex": REGEX}, {"structured_outputs": {"regex": REGEX}}):
+        answer = await raw(model="m", prompt="x", max_tokens=60, seed=2, extra_body=extra)
+        assert re.fullmatch(REGEX, answer.choices[0].text)
+    cut = await raw(model="m", prompt="x", max_tokens=4, extra_body={"guided_json": SCHEMA})
+    assert cut.choices[0].finish_reason == "length"
+    with pytest.raises(BadRequestError, match="Unimplemented keys") as refused:
+        await raw(model="m", prompt="x", extra_body={"guided_json": {"if": {}}})
+    assert refused.value.param == "guided_json"
+
+
+def test_the_official_client_gets_what_it_asks_for() -> None:
+    async def test() -> None:
+        async with engine() as up:
+            gateway = Gateway(up, Chat(tokenizer=BYTES, format=PLAIN), "m", "key", GatewayConfig())
+            async with (
+                gateway.running() as url,
+                AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client,
+            ):
+                await through_the_client(client)
+
+    run(test())
 
 
 def test_what_cannot_be_followed_is_refused_and_no_one_else_is() -> None:

@@ -17,7 +17,7 @@ from forge_jax.models.tokenizer import ByteTokenizer
 from forge_jax.rollout.schema import minimal
 from forge_jax.rollout.script import Rule, When, answer, match, read_script
 from forge_jax.rollout.scripted import ScriptedEngine
-from forge_jax.types import Chunk, Facts, Finish, Refused, Request, Sampling
+from forge_jax.types import Chunk, Facts, Finish, Grammar, Refused, Request, Sampling
 
 TOKENIZER = ByteTokenizer()
 END = 258
@@ -177,6 +177,26 @@ SCHEMAS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("schema", SCHEMAS, ids=str)
 def test_a_minimal_value_is_valid(schema: dict[str, Any]) -> None:
     jsonschema.Draft202012Validator(schema).validate(minimal(schema))
+
+
+@pytest.mark.parametrize(
+    ("kind", "facts", "follows"),
+    [
+        ("json", Facts(json_schema={}), True),
+        ("grammar", Facts(tools=(TOOL,)), True),  # of a call of a tool
+        ("regex", Facts(tools=(TOOL,)), False),
+        ("choice", Facts(), False),
+        ("grammar", Facts(), False),
+    ],
+)
+def test_what_a_script_cannot_follow_is_refused(kind: str, facts: Facts, follows: bool) -> None:
+    grammar = Grammar(kind=kind, text="", source="guided")
+    if follows:
+        assert run([Rule(text="x")], facts, grammar=grammar)
+        return
+    with pytest.raises(Refused, match="guided: ") as refused:
+        run([Rule(text="x")], facts, grammar=grammar)
+    assert (refused.value.status, refused.value.param) == (400, "guided")
 
 
 @pytest.mark.parametrize(
