@@ -8,6 +8,7 @@ made them; a request whose pages cannot move is computed where it is decoded, to
 
 import asyncio
 import dataclasses
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -38,13 +39,13 @@ class DisaggregatedEngine:
             raise UserError("prefix_cache=False: prefill and decode apart hand over its pages")
         self._prefill, self._decode = tuple(prefill), tuple(decode)
         self._page = rollout.page
-        self._routes = rollout.routes
         self._changing = asyncio.Lock()
         self._open = asyncio.Event()  # no weights are being swapped
         self._open.set()
         # One move of a prompt to an engine at a time: mates of a group wait for the first.
         self._moves: WeakValueDictionary[tuple[int, bytes], asyncio.Lock] = WeakValueDictionary()
         self._counts: Counter[str] = Counter()
+        self._seconds = 0.0  # that pages were on their way, added up
 
     @property
     def version(self) -> int:
@@ -58,6 +59,7 @@ class DisaggregatedEngine:
             **_total(self._decode),
             **{f"prefill_engine_{name}": x for name, x in _total(self._prefill).items()},
             **{f"moved_{name}": self._counts[name] for name in ("pages", "bytes", "refused")},
+            "moved_seconds": self._seconds,
         }
 
     async def warm_up(self) -> None:
@@ -124,7 +126,6 @@ class DisaggregatedEngine:
         if have * self._page == len(ids):
             return len(ids), 0.0
         source = min(self._prefill, key=lambda source: self._load(source, ids))
-        version = source.version
         # It is the keys and values that are asked for; the one token is of no use.
         sampling = Sampling(temperature=0.0, max_tokens=1, ignore_eos=True)
         asked = dataclasses.replace(request, sampling=sampling)
@@ -133,20 +134,16 @@ class DisaggregatedEngine:
         if first.finish is Finish.ABORT:  # the weights changed, see `rollout.update`
             return have * self._page, first.queue_seconds
         have = len(engine.cached_prefix(ids))
-        routes = source.cached_prefix(ids)[have:]
-        _, data = await source.export_prefix(ids, have)
-        # Without a pause since the copy: pages of newer weights are not passed off as older.
-        same = source.version == version
-        count = min(len(data), len(routes)) if same else 0
-        if self._routes:
-            count = next((i for i, known in enumerate(routes[:count]) if known is None), count)
+        began = time.monotonic()
+        parcel = await source.export_prefix(ids, have)
         try:
-            await engine.ingest_prefix(ids, data[:count], version, have, routes[:count])
+            await engine.ingest_prefix(ids, parcel)
         except ValueError:  # weights of another version are there by now
             self._counts["refused"] += 1
         else:
-            self._counts["pages"] += count
-            self._counts["bytes"] += data[:count].nbytes
+            self._counts["pages"] += parcel.pages
+            self._counts["bytes"] += parcel.nbytes
+            self._seconds += time.monotonic() - began
         return max(have * self._page, first.cached_tokens), first.queue_seconds
 
     def _load(self, engine: RolloutEngine, ids: np.ndarray) -> float:

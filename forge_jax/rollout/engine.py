@@ -9,7 +9,7 @@ and values of other weights than those it began with, but where it runs on acros
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from forge_jax.rollout.changes import Changes
 from forge_jax.rollout.grammar import Grammars, Matcher
 from forge_jax.rollout.jobs import Job, Limits, check_asked, job_of, seed_of
 from forge_jax.rollout.keys import root_key
+from forge_jax.rollout.moving import Parcel
 from forge_jax.rollout.passage import Passage
 from forge_jax.rollout.runner import Flight, Runner
 from forge_jax.rollout.scheduler import Scheduler
@@ -168,26 +169,21 @@ class RolloutEngine:
         """The routes, where they are recorded, of each leading page of `ids` that is cached."""
         return self._passage.cached(ids)
 
-    async def export_prefix(self, ids: np.ndarray, start: int = 0) -> tuple[int, np.ndarray]:
-        """How many of the first tokens `ids` are cached, and their pages; see `Passage.export`."""
+    async def export_prefix(self, ids: np.ndarray, start: int = 0) -> Parcel:
+        """The pages of the first tokens `ids` that are cached; see `Passage.export`."""
         return await self._passage.export(ids, start)
 
-    async def ingest_prefix(
-        self,
-        ids: np.ndarray,
-        data: np.ndarray,
-        version: int,
-        start: int = 0,
-        routes: Sequence[np.ndarray | None] | None = None,
-    ) -> int:
-        """Caches pages of the first tokens `ids`, made by weights of `version`, as far as there is
-        room; returns how many tokens of `ids` are cached then. See `Passage.ingest`.
+    async def ingest_prefix(self, ids: np.ndarray, parcel: Parcel) -> int:
+        """Caches pages of the first tokens `ids`, as another engine exported them, as far as there
+        is room; returns how many tokens of `ids` are cached then. See `Passage.ingest`.
 
         Raises ValueError if the engine has other weights by now.
         """
+        await self._ready()
+        landed, version = await self._passage.land(parcel), parcel.version
         async with self._turn:
             check(version == self.version, f"{version=} is not version={self.version}")
-            return await self._passage.ingest(ids, data, start, routes)
+            return await self._passage.ingest(ids, landed)
 
     async def serve(self) -> None:
         """Runs until cancelled; then every request ends with Finish.ABORT.

@@ -7,6 +7,7 @@ dispatched later can write over them, and enter the tree under the weights that 
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,7 +17,8 @@ from forge_jax.config import RolloutConfig
 from forge_jax.models.config import ModelConfig
 from forge_jax.rollout.keys import block_keys, root_key
 from forge_jax.rollout.memory import Memory
-from forge_jax.rollout.runner import MOVED, Runner
+from forge_jax.rollout.moving import MOVED
+from forge_jax.rollout.runner import Runner
 from forge_jax.rollout.tiers.cost import FetchCost
 from forge_jax.rollout.tiers.host import HostPages, pinned
 from forge_jax.rollout.tiers.location import open_store
@@ -26,7 +28,7 @@ from forge_jax.rollout.tiers.store import PageStore, Patience
 from forge_jax.rollout.tiers.tiers import Staged, Tiers
 from forge_jax.types import route_dtype
 
-FORMAT = 1  # of pages; to be raised when what they hold changes
+FORMAT = 2  # of pages; to be raised when what they hold changes
 OnDevice = Callable[..., Awaitable[Any]]
 Ingest = Callable[[int, list[Page]], Awaitable[None]]
 
@@ -77,7 +79,7 @@ class Lower:
                 Staged(
                     root=outlet.root,
                     keys=tuple(node.name for node, _ in some),
-                    kv=part,
+                    pages=part,
                     routes=tuple(node.routes for node, _ in some),
                     hot=tuple(hot for _, hot in some),
                 )
@@ -116,13 +118,17 @@ class Lower:
 
     def _format(self) -> PageFormat:
         shape, dtype = self._runner.page
-        cfg = self._cfg
-        if not self._rollout.routes:
-            return PageFormat(shape=shape, dtype=dtype.name)
-        return PageFormat(
+        cfg, rollout = self._cfg, self._rollout
+        plain = PageFormat(
             shape=shape,
             dtype=dtype.name,
-            routes=(self._rollout.page, cfg.layers, cfg.experts_per_token),
+            tails=(rollout.modules, cfg.embed) if rollout.modules else None,
+        )
+        if not rollout.routes:
+            return plain
+        return replace(
+            plain,
+            routes=(rollout.page, cfg.layers, cfg.experts_per_token),
             routes_dtype=route_dtype(cfg.experts).name,
         )
 

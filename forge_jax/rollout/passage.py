@@ -6,8 +6,11 @@ root, and a page is read or written in turn with the calls that are planned.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import dataclasses
+import itertools
+from collections.abc import Mapping
 
+import jax
 import numpy as np
 
 from forge_jax.config import RolloutConfig
@@ -15,8 +18,10 @@ from forge_jax.models.config import ModelConfig
 from forge_jax.rollout.keys import block_keys
 from forge_jax.rollout.lower import Lower, OnDevice
 from forge_jax.rollout.memory import Memory
+from forge_jax.rollout.moving import Parcel
+from forge_jax.rollout.packets import SCRATCH
 from forge_jax.rollout.runner import Runner
-from forge_jax.rollout.tiers.payload import Page
+from forge_jax.rollout.tiers.payload import Page, parts_of
 
 
 class Passage:
@@ -63,35 +68,34 @@ class Passage:
         """The routes, where they are recorded, of each leading page of `ids` in the tree."""
         return [node.routes for node in self._memory.tree.match(self._keys(ids))]
 
-    async def export(self, ids: np.ndarray, start: int = 0) -> tuple[int, np.ndarray]:
-        """How many of the first tokens `ids` the prefix tree has, whole pages of them, and what
-        is in these pages from number `start` on: [n, layers, 2, K, page, D], see `Runner.export`.
-        """
+    async def export(self, ids: np.ndarray, start: int = 0) -> Parcel:
+        """The pages of the first tokens `ids` that are in the prefix tree, from number `start`
+        on, as copies on the device that are complete."""
         tree = self._memory.tree
         async with self._turn:
             nodes = tree.match(self._keys(ids))
-            tree.hold(nodes)
-            try:
-                pages = [node.page for node in nodes[start:]]
-                data = await self._on_device(self._runner.export, pages)
-            finally:
-                tree.release(nodes)
-        return len(nodes) * self._rollout.page, data
+            if self._rollout.routes:  # a page whose routes were not read yet would leave a gap
+                nodes = list(itertools.takewhile(lambda node: node.routes is not None, nodes))
+            nodes, version = nodes[start:], self._runner.version
+            # Whoever writes over a page has its turn after this one.
+            parts = await self._on_device(self._runner.stage, [node.page for node in nodes])
+        await asyncio.to_thread(jax.block_until_ready, parts)
+        routes = tuple(node.routes for node in nodes)
+        return Parcel(version=version, start=start, routes=routes, parts=tuple(parts))
 
-    async def ingest(
-        self,
-        ids: np.ndarray,
-        data: np.ndarray,
-        start: int,
-        routes: Sequence[np.ndarray | None] | None,
-    ) -> int:
+    async def land(self, parcel: Parcel) -> Parcel:
+        """Brings a parcel of another engine to the devices of this one, in the background."""
+        parts = await asyncio.to_thread(self._runner.landed, parcel.parts)
+        return dataclasses.replace(parcel, parts=tuple(parts))
+
+    async def ingest(self, ids: np.ndarray, parcel: Parcel) -> int:
         """Puts pages of the first tokens `ids` in the prefix tree, as far as there is room;
         returns how many tokens of `ids` it has then. To be called in turn.
 
-        `data`, and `routes` where they are recorded, are of the pages from number `start` on.
+        The parcel has landed, or is of the host.
         """
-        memory, page = self._memory, self._rollout.page
-        keys = self._keys(ids)[: start + len(data)]
+        memory, page, start = self._memory, self._rollout.page, parcel.start
+        keys = self._keys(ids)[: start + parcel.pages]
         held = memory.tree.match(keys)
         memory.tree.hold(held)
         pages: list[int] = []
@@ -100,13 +104,15 @@ class Passage:
             room = memory.available if old >= start else 0
             pages = memory.take(min(len(keys) - old, room))
             await self.send_down()
-            part = data[old - start : old - start + len(pages)]
-            await self._on_device(self._runner.ingest, pages, part)
+            if pages:
+                targets = [SCRATCH] * parcel.pages
+                targets[old - start : old - start + len(pages)] = pages
+                await self._on_device(self._runner.ingest, targets, parcel.parts)
             for number, key in enumerate(keys[old : old + len(pages)], old):
                 parent = held[-1] if held else None
                 block = ids[number * page : (number + 1) * page]
                 held.append(memory.insert(parent, key, pages.pop(0), block))
-                held[-1].routes = None if routes is None else routes[number - start]
+                held[-1].routes = parcel.routes[number - start]
         finally:
             memory.pool.give(pages)
             memory.tree.release(held)
@@ -118,10 +124,13 @@ class Passage:
         root = self._memory.root
 
         async def enter(start: int, pages: list[Page]) -> None:
-            data = await asyncio.to_thread(np.stack, [np.asarray(page.kv) for page in pages])
+            parts = await asyncio.to_thread(parts_of, pages)
+            routes = tuple(page.routes for page in pages)
             async with self._turn:
                 if root == self._memory.root:  # the weights are still the same
-                    await self.ingest(ids, data, start, [page.routes for page in pages])
+                    version = self._runner.version
+                    parcel = Parcel(version=version, start=start, routes=routes, parts=parts)
+                    await self.ingest(ids, parcel)
 
         await self._lower.bring(ids, enter)
 

@@ -4,6 +4,7 @@ Plans and new weights flow in, results flow out. All but the constructor runs on
 thread; the pool and the states are donated to each call, so nothing else may hold them.
 """
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from forge_jax.config import RolloutConfig
 from forge_jax.models.config import ModelConfig
 from forge_jax.rollout import moving, programs, scoring, shaped_programs
 from forge_jax.rollout.cache import empty_pool, pool_sharding
+from forge_jax.rollout.modules import Drafting
+from forge_jax.rollout.moving import Pages
 from forge_jax.rollout.packets import (
     SCRATCH,
     DecodeShape,
@@ -36,8 +39,6 @@ from forge_jax.rollout.slots import empty_slots
 from forge_jax.rollout.speculation import Drafter, empty_drafter
 from forge_jax.rollout.tiers.fingerprint import fingerprint
 from forge_jax.sharding import automatic, mesh_of, replicated
-
-MOVED = 16  # pages of one call that moves some
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -111,6 +112,19 @@ class Runner:
             return where
         return NamedSharding(where.mesh, jax.P(None, None, *where.spec[1:2]))
 
+    @property
+    def _moved_sharding(self) -> Sharding:
+        """Where many pages are together that leave the pool or are to enter it."""
+        where = self.page_sharding
+        if not isinstance(where, NamedSharding):
+            return where
+        return NamedSharding(where.mesh, jax.P(None, *where.spec))
+
+    @property
+    def _tails(self) -> Any:
+        """States that modules go on from, of every page, if there are modules."""
+        return self._drafter.tails if isinstance(self._drafter, Drafting) else None
+
     def seconds_a_token(self) -> float:
         """What computing a token of a prompt takes, measured on a call of padding that is
         compiled; all slots must be idle."""
@@ -132,7 +146,7 @@ class Runner:
             packet = pack_decode([], [], shape, self._rollout)
             settings = pack_settings([], shape.steps, shape, self._rollout.page)
             self._decode(np.concatenate([packet, settings]), shape)
-        self.ingest([SCRATCH], self.export([SCRATCH]))
+        self.ingest([SCRATCH], self.stage([SCRATCH]))
         jax.block_until_ready(self._pool)
 
     def advance(
@@ -147,25 +161,32 @@ class Runner:
             unread, flight = flight, None
         return (None if unread is None else self._read(unread)), flight
 
-    def stage(self, pages: Sequence[int]) -> list[jax.Array]:
-        """Copies of pages as they are after the calls dispatched so far, `MOVED` in each array;
+    def stage(self, pages: Sequence[int]) -> list[Pages]:
+        """Copies of pages as they are after the calls dispatched so far, `MOVED` in each part;
         any thread may read these, as none may read the pool."""
-        return [moving.export(self._pool, chunk) for chunk, _ in _chunks(pages)]
+        tails, where = self._tails, self._moved_sharding
+        return [moving.export(self._pool, tails, part, where) for part in moving.chunks(pages)]
 
-    def export(self, pages: Sequence[int]) -> np.ndarray:
-        """What pages hold, on the host: [n, layers, 2, K, page, D], keys before values."""
-        if not pages:
-            shape, dtype = self.page
-            return np.zeros((0, *shape), dtype)
-        return np.concatenate(jax.device_get(self.stage(pages)))[: len(pages)]
+    def landed(self, parts: Sequence[Pages]) -> list[Pages]:
+        """Parts that were staged on whatever devices, on those of the pool; any thread may do
+        this, and waits until they are there."""
+        kv, tails = self._moved_sharding, replicated(self._moved_sharding)
+        found = [
+            Pages(
+                kv=moving.carried(part.kv, kv),
+                tails=None if part.tails is None else moving.carried(part.tails, tails),
+            )
+            for part in parts
+        ]
+        return jax.block_until_ready(found)
 
-    def ingest(self, pages: Sequence[int], data: np.ndarray) -> None:
-        """Writes `data`, as `export` gives it, to pages."""
-        for chunk, start in _chunks(pages):
-            part = data[start : start + MOVED]
-            padded = np.zeros((MOVED, *data.shape[1:]), data.dtype)
-            padded[: len(part)] = part
-            self._pool = moving.ingest(self._pool, chunk, padded)
+    def ingest(self, pages: Sequence[int], parts: Sequence[Pages]) -> None:
+        """Writes parts that have landed, or are of the host, to pages; what is not wanted of
+        them goes to `SCRATCH`."""
+        for part, chunk in zip(parts, moving.chunks(pages), strict=True):
+            self._pool, tails = moving.ingest(self._pool, self._tails, chunk, part)
+            if isinstance(self._drafter, Drafting):
+                self._drafter = dataclasses.replace(self._drafter, tails=tails)
 
     def _dispatch(self, plan: Plan) -> Flight:
         began = time.monotonic()
@@ -248,14 +269,3 @@ class Runner:
                 modules=self._rollout.modules,
             )
         )
-
-
-def _chunks(pages: Sequence[int]) -> list[tuple[np.ndarray, int]]:
-    """Pages in calls of `MOVED`, the last filled up with scratch, and the index of the first."""
-    found = []
-    for start in range(0, len(pages), MOVED):
-        chunk = np.full(MOVED, SCRATCH, np.int32)
-        part = pages[start : start + MOVED]
-        chunk[: len(part)] = part
-        found.append((chunk, start))
-    return found

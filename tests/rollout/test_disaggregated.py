@@ -21,10 +21,26 @@ from forge_jax.rollout.disaggregated import DisaggregatedEngine
 from forge_jax.rollout.engine import RolloutEngine
 from forge_jax.sharding import make_mesh, shardings
 
+DENSE = replace(SMALL, kv_heads=4)
 EXPERTS = replace(SMALL, family="qwen3_moe", experts=4, experts_per_token=2)
-# Few shapes to compile: three slots are no bundles, and 16 tokens a call are one size.
-ROLLOUT = RolloutConfig(slots=3, context=32, page=8, chunk=16, decode_steps=3)
-APART = {"prefill": (0, {"tensor": 2}), "decode": (2, {"data": 2, "tensor": 2})}
+MODULES = replace(SMALL, family="qwen3", mtp=2)
+# One shape of each program to compile.
+ROLLOUT = RolloutConfig(slots=3, context=32, page=8, chunk=16, decode_steps=3, deterministic=True)
+# First device and axes of the side that prefills, and of the one that decodes.
+APART = {"prefill": (0, {"tensor": 4}), "decode": (4, {"data": 2, "tensor": 2})}
+CASES = {
+    "dense": (DENSE, ROLLOUT, APART),
+    "experts": (
+        EXPERTS,
+        replace(ROLLOUT, routes=True),
+        {"prefill": (0, {"tensor": 2}), "decode": (2, {"expert": 2})},
+    ),
+    "modules": (
+        MODULES,
+        replace(ROLLOUT, speculate="mtp", drafts=2),
+        {"prefill": (0, {}), "decode": (1, {"tensor": 2})},
+    ),
+}
 PROMPTS = [np.arange(n, dtype=np.int32) * 3 % 250 for n in (1, 8, 9, 17, 21, 26)]
 
 
@@ -42,12 +58,12 @@ async def together(cfg: ModelConfig, rollout: RolloutConfig) -> AsyncIterator[Ro
 
 @asynccontextmanager
 async def apart(
-    cfg: ModelConfig, rollout: RolloutConfig
+    cfg: ModelConfig, rollout: RolloutConfig, meshes: Any = APART
 ) -> AsyncIterator[tuple[DisaggregatedEngine, RolloutEngine, RolloutEngine]]:
     """The engine, and the ones that it is made of."""
     with contextlib.ExitStack() as stack:
         sides = {}
-        for side, (first, axes) in APART.items():
+        for side, (first, axes) in meshes.items():
             mesh = make_mesh(**axes, devices=jax.devices()[first:])
             params = jax.device_put(weights(cfg), shardings(layout(cfg), mesh))
             device = stack.enter_context(ThreadPoolExecutor(1))
@@ -72,9 +88,11 @@ def same(a: Completion, b: Completion) -> bool:
     return a.ids == b.ids and np.allclose(a.logprobs, b.logprobs, atol=1e-4)
 
 
-@pytest.mark.parametrize("cfg", [SMALL, EXPERTS], ids=["dense", "experts"])
-def test_tokens_are_those_of_one_engine(cfg: ModelConfig) -> None:
-    rollout = replace(ROLLOUT, routes=bool(cfg.experts))
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_those_of_one_engine(case: str) -> None:
+    """Other meshes, other cuts; with experts whose routes come along, and with modules that
+    draft on from states that come along."""
+    cfg, rollout, meshes = CASES[case]
 
     async def routes(engine: Any) -> np.ndarray | None:
         parts = [c.routes async for c in engine.generate(ask(PROMPTS[4], seed=4, max_tokens=8))]
@@ -83,7 +101,7 @@ def test_tokens_are_those_of_one_engine(cfg: ModelConfig) -> None:
     async def main() -> None:
         async with together(cfg, rollout) as one:
             wanted, recorded = await all_of(one), await routes(one)
-        async with apart(cfg, rollout) as (engine, prefill, decode):
+        async with apart(cfg, rollout, meshes) as (engine, prefill, decode):
             found = await all_of(engine)
             assert all(map(same, found, wanted))
             assert engine.stats()["moved_pages"] > 0
@@ -96,13 +114,32 @@ def test_tokens_are_those_of_one_engine(cfg: ModelConfig) -> None:
             assert prefill.stats()["requests_submitted"] == asked
             if cfg.experts:
                 assert np.array_equal(await routes(engine), recorded)
+            await check_moved(engine, prefill, decode, bool(cfg.mtp))
+            if cfg.mtp:
+                assert decode.stats()["accepted_tokens"] > 0
 
     asyncio.run(main())
 
 
+async def check_moved(
+    engine: DisaggregatedEngine, source: RolloutEngine, target: RolloutEngine, modules: bool
+) -> None:
+    """The pages of a prompt that nobody has seen are on both sides, bit by bit."""
+    ids = PROMPTS[5][::-1].copy()
+    await complete(engine, ask(ids, seed=0, max_tokens=2))
+    one, other = await source.export_prefix(ids), await target.export_prefix(ids)
+    assert one.pages == other.pages == 3
+    [mine], [theirs] = one.parts, other.parts
+    np.testing.assert_array_equal(np.asarray(mine.kv)[:3], np.asarray(theirs.kv)[:3])
+    assert (mine.tails is not None) == modules
+    if modules:
+        assert np.asarray(mine.tails)[:3].any()
+        np.testing.assert_array_equal(np.asarray(mine.tails)[:3], np.asarray(theirs.tails)[:3])
+
+
 def test_a_group_moves_its_prompt_once_and_is_told_what_was_cached() -> None:
     async def main() -> None:
-        async with apart(SMALL, ROLLOUT) as (engine, prefill, _):
+        async with apart(DENSE, ROLLOUT) as (engine, prefill, _):
 
             async def first(n: int, ids: np.ndarray) -> int:
                 chunks = [c async for c in engine.generate(ask(ids, seed=n, max_tokens=4))]
@@ -121,13 +158,13 @@ def test_a_group_moves_its_prompt_once_and_is_told_what_was_cached() -> None:
 
 
 def test_new_weights_reach_both_sides_and_old_pages_neither() -> None:
-    newer = weights(SMALL, 1)
+    newer = weights(DENSE, 1)
 
     async def main() -> None:
-        async with together(SMALL, ROLLOUT) as one:
+        async with together(DENSE, ROLLOUT) as one:
             await one.swap(1, newer)
             wanted = await all_of(one)
-        async with apart(SMALL, ROLLOUT) as (engine, prefill, decode):
+        async with apart(DENSE, ROLLOUT) as (engine, prefill, decode):
             await all_of(engine)
             running = [asyncio.create_task(all_of(engine)) for _ in range(2)]
             await asyncio.sleep(0.02)
@@ -144,13 +181,13 @@ def test_new_weights_reach_both_sides_and_old_pages_neither() -> None:
 
 
 def test_pages_on_their_way_when_weights_change_are_refused() -> None:
-    newer = weights(SMALL, 1)
+    newer = weights(DENSE, 1)
 
     async def main() -> None:
-        async with together(SMALL, ROLLOUT) as one:
+        async with together(DENSE, ROLLOUT) as one:
             await one.swap(1, newer)
             wanted = await complete(one, ask(PROMPTS[5], seed=3, max_tokens=8))
-        async with apart(SMALL, ROLLOUT) as (engine, prefill, decode):
+        async with apart(DENSE, ROLLOUT) as (engine, prefill, decode):
             export = prefill.export_prefix
 
             async def then_swapped(ids: np.ndarray, start: int = 0) -> Any:
@@ -170,7 +207,7 @@ def test_pages_on_their_way_when_weights_change_are_refused() -> None:
 def test_callers_may_leave_at_any_moment(seed: int) -> None:
     async def main() -> None:
         rng = np.random.default_rng(seed)
-        async with apart(SMALL, ROLLOUT) as (engine, _, _):
+        async with apart(DENSE, ROLLOUT) as (engine, _, _):
             tasks = []
             for n in range(24):
                 ids = rng.integers(0, 9, rng.integers(1, 26)).astype(np.int32)

@@ -59,7 +59,7 @@ class Device:
         return np.asarray(result.packet)[:, 0]  # [K, B, 4]
 
     def page(self, index: int) -> np.ndarray:
-        return np.asarray(moving.export(self.pool, np.array([index])))[0]
+        return np.asarray(moving.export(self.pool, None, np.array([index])).kv)[0]
 
 
 def prompt(seed: int) -> np.ndarray:
@@ -169,9 +169,9 @@ def test_pages_move(alone):
     """Exported and put into other pages of another device they are the same prefix."""
     there, here = Device(), Device()
     there.prefill(WHOLE, span(prompt(0), TABLES[0]))
-    data = moving.export(there.pool, np.array(TABLES[0][:3]))
+    data = moving.export(there.pool, None, np.array(TABLES[0][:3]))
     moved = [30, 20, 10]
-    here.pool = moving.ingest(here.pool, np.array(moved), np.asarray(data))
+    here.pool, _ = moving.ingest(here.pool, None, np.array(moved), data)
     table = [*moved, *TABLES[0][3:]]
     here.prefill(PARTS, span(prompt(0), table, 12))
     result = here.decode(APART, [row(0, prompt(0), table)])

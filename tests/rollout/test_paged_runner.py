@@ -8,7 +8,9 @@ from small_engine import SMALL, prompt, weights
 
 from forge_jax.config import RolloutConfig
 from forge_jax.rollout import packets, programs
+from forge_jax.rollout.moving import MOVED
 from forge_jax.rollout.packets import (
+    SCRATCH,
     DecodeRow,
     Fresh,
     Span,
@@ -18,7 +20,8 @@ from forge_jax.rollout.packets import (
     prefill_shapes,
 )
 from forge_jax.rollout.plans import Decode, Plan, Prefill
-from forge_jax.rollout.runner import MOVED, Runner
+from forge_jax.rollout.runner import Runner
+from forge_jax.rollout.tiers.payload import Page, parts_of
 
 ROLLOUT = RolloutConfig(slots=2, context=24, page=4, chunk=8, decode_steps=2)
 STRICT = dataclasses.replace(ROLLOUT, deterministic=True)
@@ -84,7 +87,7 @@ def test_every_shape_is_compiled_before_the_first_plan() -> None:
         packet = pack_decode([row(0, tokens[:2], [3])], [], shape, ROLLOUT)
         decode = Decode(shape=shape, packet=packet, owners=(None,) * shape.rows)
         runner.advance(Plan(prefills=(), decode=decode), None, hold=False)
-    runner.ingest(TABLE, runner.export(TABLE))
+    runner.ingest(TABLE, runner.landed(runner.stage(TABLE)))
     runner.publish(1, weights(1))
     assert dict(programs.traces) == before
 
@@ -93,15 +96,26 @@ def test_pages_that_go_out_and_in_are_the_same() -> None:
     runner = started(dataclasses.replace(ROLLOUT, pages=60))
     everything = list(range(1, 60))
     rng = np.random.default_rng(0)
-    shape = (len(everything), *runner.export([1]).shape[1:])
-    wanted = rng.normal(size=shape).astype(np.float32)
-    runner.ingest(everything, wanted)
+
+    def drawn(count: int) -> list[Page]:
+        return [Page(rng.normal(size=runner.page[0]).astype(np.float32)) for _ in range(count)]
+
+    def held(pages: list[int]) -> list[np.ndarray]:
+        parts = runner.stage(pages)
+        assert len(parts) == -(-len(pages) // MOVED)
+        return [x for part in parts for x in np.asarray(part.kv)][: len(pages)]
+
+    wanted = drawn(len(everything))
+    runner.ingest(everything, parts_of(wanted))
     some = rng.permutation(everything)[: MOVED + 3].tolist()
-    new = rng.normal(size=(len(some), *shape[1:])).astype(np.float32)
-    runner.ingest(some, new)
-    wanted[np.array(some) - 1] = new
-    np.testing.assert_array_equal(runner.export(everything), wanted)
-    np.testing.assert_array_equal(runner.export(some), new)
+    new = drawn(len(some))
+    runner.ingest([*some[:-1], SCRATCH], parts_of(new))  # the last one is not wanted
+    for number, page in zip(some[:-1], new, strict=False):
+        wanted[number - 1] = page
+    for before, after in zip(wanted, held(everything), strict=True):
+        np.testing.assert_array_equal(before.kv, after)
+    for number, after in zip(some, held(some), strict=True):
+        np.testing.assert_array_equal(wanted[number - 1].kv, after)
 
 
 @pytest.mark.parametrize("cached", [4, 8, 12])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from faulty_store import FORMAT, PATIENCE, Faulty, key, page_store, random_page, same, until
 
+from forge_jax.rollout.moving import Pages
 from forge_jax.rollout.tiers.host import HostPages, pinned
 from forge_jax.rollout.tiers.tiers import PENDING, Staged, Tiers
 
@@ -21,7 +22,7 @@ def staged(numbers: list[int], hot: bool, root: bytes = ROOT) -> Staged:
     return Staged(
         root=root,
         keys=tuple(key(number) for number in numbers),
-        kv=jax.device_put(kv),
+        pages=Pages(kv=jax.device_put(kv)),
         routes=tuple(page.routes for page in pages),
         hot=(hot,) * len(pages),
     )

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
@@ -20,6 +20,7 @@ import numpy as np
 from forge_jax.config import RolloutConfig, check
 from forge_jax.rollout.jobs import seed_of
 from forge_jax.rollout.keys import block_keys, root_key
+from forge_jax.rollout.moving import Parcel
 from forge_jax.rollout.router.baselines import POLICIES
 from forge_jax.rollout.router.cost import Call, Link, Plan, Weights
 from forge_jax.rollout.router.fleet import Fleet, Priors
@@ -49,16 +50,9 @@ class Member(Engine, Protocol):
 
     async def swap(self, version: int, params: Any) -> None: ...
 
-    async def export_prefix(self, ids: np.ndarray, start: int) -> tuple[int, np.ndarray]: ...
+    async def export_prefix(self, ids: np.ndarray, start: int) -> Parcel: ...
 
-    async def ingest_prefix(
-        self,
-        ids: np.ndarray,
-        data: np.ndarray,
-        version: int,
-        start: int,
-        routes: Sequence[np.ndarray | None],
-    ) -> int: ...
+    async def ingest_prefix(self, ids: np.ndarray, parcel: Parcel) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +82,7 @@ class Router:
         without one, which are those that one engine alone would draw."""
         check(len(engines) > 0, "engines={} must hold at least one")
         self._engines = dict(engines)
-        self._page, self._routes = rollout.page, rollout.routes
+        self._page = rollout.page
         self._seed = seed
         self._requests = itertools.count()
         priors = Priors(peer=PEER if cfg.peers else None)
@@ -203,18 +197,10 @@ class Router:
         source, target = self._engines[plan.source], self._engines[plan.instance]
         began, brought = time.monotonic(), 0
         try:
-            version, before = source.version, self._held(target, ids)
-            start = before // self._page
-            routes = source.cached_prefix(ids)[start:]
-            _, data = await source.export_prefix(ids, start)
-            count = min(len(data), len(routes))
-            if self._routes:  # a page whose routes were not read yet would leave a gap in them
-                count = next((i for i, known in enumerate(routes[:count]) if known is None), count)
-            # Without a pause since the copy: pages of newer weights are not passed off as older.
-            if count and source.version == version == target.version:
-                pages, told = data[:count], routes[:count]
-                got = await target.ingest_prefix(ids, pages, version, start, told)
-                brought = max(0, got - before)
+            before = self._held(target, ids)
+            parcel = await source.export_prefix(ids, before // self._page)
+            if parcel.pages and parcel.version == target.version:
+                brought = max(0, await target.ingest_prefix(ids, parcel) - before)
         except Exception:
             brought = 0
             LOG.exception("nothing came from engine %s to engine %s", plan.source, plan.instance)

@@ -7,6 +7,7 @@ may store it below. Invariant: never more than `capacity` pages. Threads may sha
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -83,4 +84,4 @@ def pinned(where: Sharding) -> Place:
     if "pinned_host" not in kinds:
         return lambda page: page
     there = where.with_memory_kind("pinned_host")
-    return lambda page: Page(jax.device_put(page.kv, there), page.routes)
+    return lambda page: replace(page, kv=jax.device_put(page.kv, there))

@@ -4,17 +4,23 @@ A page of host arrays flows in, one object of bytes flows out, and back. Invaria
 gives the page that `encode` was given, bit by bit, or raises.
 
 An object is `MAGIC`, its length (u64), a digest of all that follows, the length of a JSON
-header (u32), the header, the keys and values, and the routes if there are any; little-endian.
+header (u32), the header, the keys and values, then tails and routes where there are any;
+little-endian.
 """
 
 import hashlib
 import json
+import math
 import struct
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+
+from forge_jax.rollout.moving import MOVED, Pages
 
 MAGIC = b"forgeKV1"
 _DIGEST = 16  # bytes
@@ -32,10 +38,12 @@ class Page:
 
     kv: Any  # [layers, 2, K, page, D], keys then values; modules that draft are further layers
     routes: np.ndarray | None = None  # int[page, layers, k]: experts used; None: not recorded
+    tails: np.ndarray | None = None  # [modules, E], see `modules.Drafting`; None: no modules
 
     @property
     def nbytes(self) -> int:
-        return int(self.kv.nbytes) + (0 if self.routes is None else self.routes.nbytes)
+        others = [x.nbytes for x in (self.routes, self.tails) if x is not None]
+        return int(self.kv.nbytes) + sum(others)
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,7 @@ class PageFormat:
 
     shape: tuple[int, ...]  # of `Page.kv`
     dtype: str
+    tails: tuple[int, ...] | None = None  # shape of `Page.tails`, of the same dtype
     routes: tuple[int, ...] | None = None  # shape of `Page.routes`
     routes_dtype: str | None = None
 
@@ -55,8 +64,8 @@ class PageFormat:
 def encode(key: bytes, page: Page) -> bytes:
     """The object of a page under its key."""
     header = _header(key, format_of(page))
-    routes = b"" if page.routes is None else page.routes.tobytes()
-    parts = (struct.pack("<I", len(header)), header, np.asarray(page.kv).tobytes(), routes)
+    arrays = [np.asarray(page.kv), *(x for x in (page.tails, page.routes) if x is not None)]
+    parts = (struct.pack("<I", len(header)), header, *(array.tobytes() for array in arrays))
     covered = b"".join(parts)
     length = _COVERED + len(covered)
     return struct.pack("<8sQ", MAGIC, length) + _digest(covered) + covered
@@ -79,24 +88,58 @@ def decode(data: bytes, key: bytes, wanted: PageFormat) -> Page:
     body = _PREFIX.size + header_size
     if bytes(view[_PREFIX.size : body]) != _header(key, wanted):
         raise CorruptPage(f"an intact object of another key or format than {key.hex()}, {wanted}")
-    kv = np.frombuffer(data, jnp.dtype(wanted.dtype), int(np.prod(wanted.shape)), body)
-    routes = None
+    dtype = jnp.dtype(wanted.dtype)
+    kv = np.frombuffer(data, dtype, math.prod(wanted.shape), body).reshape(wanted.shape)
+    tails = routes = None
+    end = body + kv.nbytes
+    if wanted.tails is not None:
+        tails = np.frombuffer(data, dtype, math.prod(wanted.tails), end).reshape(wanted.tails)
+        end += tails.nbytes
     if wanted.routes is not None:
-        routes = np.frombuffer(data, wanted.routes_dtype, offset=body + kv.nbytes)
-        routes = routes.reshape(wanted.routes)
-    return Page(kv.reshape(wanted.shape), routes)
+        routes = np.frombuffer(data, wanted.routes_dtype, offset=end).reshape(wanted.routes)
+    return Page(kv, routes, tails)
 
 
 def format_of(page: Page) -> PageFormat:
     """What a page looks like."""
-    if page.routes is None:
-        return PageFormat(shape=page.kv.shape, dtype=page.kv.dtype.name)
     return PageFormat(
         shape=page.kv.shape,
         dtype=page.kv.dtype.name,
-        routes=page.routes.shape,
-        routes_dtype=page.routes.dtype.name,
+        tails=None if page.tails is None else page.tails.shape,
+        routes=None if page.routes is None else page.routes.shape,
+        routes_dtype=None if page.routes is None else page.routes.dtype.name,
     )
+
+
+def pages_of(moved: Pages, routes: Sequence[np.ndarray | None]) -> list[Page]:
+    """The first of the pages that came off a device, one for each of `routes`."""
+    host = jax.device_get(moved)
+    # Copies, or one page that is kept would keep all that came with it.
+    return [
+        Page(
+            host.kv[index].copy(),
+            known,
+            None if host.tails is None else host.tails[index].copy(),
+        )
+        for index, known in enumerate(routes)
+    ]
+
+
+def parts_of(pages: Sequence[Page]) -> tuple[Pages, ...]:
+    """Pages as a device takes them in, `MOVED` in each part, the last filled up with zeros."""
+
+    def part(some: Sequence[Page]) -> Pages:
+        tails = [page.tails for page in some if page.tails is not None]
+        return Pages(
+            kv=_filled([page.kv for page in some]), tails=_filled(tails) if tails else None
+        )
+
+    return tuple(part(pages[start : start + MOVED]) for start in range(0, len(pages), MOVED))
+
+
+def _filled(arrays: Sequence[Any]) -> Any:
+    some = [np.asarray(array) for array in arrays]
+    return np.stack([*some, *[np.zeros_like(some[0])] * (MOVED - len(some))])
 
 
 def _header(key: bytes, format: PageFormat) -> bytes:

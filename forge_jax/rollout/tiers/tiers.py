@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from forge_jax.rollout.moving import Pages
 from forge_jax.rollout.tiers.host import HostPages, Name
-from forge_jax.rollout.tiers.payload import Page
+from forge_jax.rollout.tiers.payload import Page, pages_of
 from forge_jax.rollout.tiers.store import PageStore, Patience
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class Staged:
 
     root: bytes
     keys: tuple[bytes, ...]
-    kv: Any  # array [n or more, layers, 2, K, page, D]
+    pages: Pages  # as many as keys, or more
     routes: tuple[np.ndarray | None, ...]
     hot: tuple[bool, ...]  # hit a second time, else given up
 
@@ -119,10 +120,9 @@ class Tiers:
         return pages
 
     def _keep(self, staged: Staged) -> None:
-        copied = np.asarray(staged.kv)
-        for index, key in enumerate(staged.keys):
-            # A copy, or one page that is kept would keep all that were staged with it.
-            name, page = (staged.root, key), Page(copied[index].copy(), staged.routes[index])
+        pages = pages_of(staged.pages, staged.routes)
+        for index, (key, page) in enumerate(zip(staged.keys, pages, strict=True)):
+            name = staged.root, key
             if staged.hot[index] or self._host is None:
                 self._write([(name, page)])
             if self._host is not None:
