@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -215,3 +215,33 @@ def test_callers_that_go_away_and_a_router_that_stops_leave_nothing() -> None:
 def test_a_policy_that_is_not_known_is_named() -> None:
     with pytest.raises(ValueError, match="policy='best' must be one of cost"):
         RouterConfig(policy="best", weights=Weights())
+
+
+def test_totals_add_up_and_shares_do_not() -> None:
+    """Of engines with different keys: a sum of all that tell it, a mean of those, the oldest
+    version."""
+
+    @dataclass
+    class Telling:
+        told: dict[str, float]
+        version: int = 0
+
+        def stats(self) -> dict[str, float]:
+            return self.told
+
+    one = {"tokens_sampled": 3, "slot_utilisation": 0.5, "weight_version": 4, "speedup_8": 2.0}
+    two = {"tokens_sampled": 5, "slot_utilisation": 1.0, "weight_version": 3, "acceptance_1": 0.4}
+    engines: dict[str, Any] = {"a": Telling(one), "b": Telling(two)}
+    router = Router(engines, SIZES, RouterConfig())
+    assert router.stats() == {
+        "tokens_sampled": 8,
+        "slot_utilisation": 0.75,
+        "weight_version": 3,
+        "speedup_8": 2.0,
+        "acceptance_1": 0.4,
+        "router_engines": 2,
+        "router_tokens_fetched": 0,
+    }
+    router._out("b")
+    assert router.stats()["weight_version"] == 4
+    assert "acceptance_1" not in router.stats()
