@@ -270,15 +270,13 @@ def decode_shapes(rollout: RolloutConfig) -> tuple[DecodeShape, ...]:
     )
 
 
-def shaped_shape(rollout: RolloutConfig, vocab: int) -> DecodeShape:
-    """The one that a shaped call has, where `rollout` has any."""
-    return DecodeShape(
-        rows=rollout.slots,
-        shared=0,
-        own=rollout.sequence_pages,
-        steps=rollout.decode_steps,
-        drafts=0,
-        words=-(-vocab // 32),
+def shaped_shapes(rollout: RolloutConfig, vocab: int) -> tuple[DecodeShape, ...]:
+    """All that a shaped call can have, where `rollout` has any."""
+    sizes = {"shared": 0, "steps": rollout.decode_steps, "drafts": 0, "words": -(-vocab // 32)}
+    return tuple(
+        DecodeShape(rows=rows, own=own, **sizes)
+        for rows in row_buckets(rollout)
+        for own in page_buckets(rollout, 4)
     )
 
 

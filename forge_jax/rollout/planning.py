@@ -25,7 +25,7 @@ from forge_jax.rollout.packets import (
     pack_settings,
     prefill_shapes,
     scored_shapes,
-    shaped_shape,
+    shaped_shapes,
 )
 from forge_jax.rollout.placement import common
 from forge_jax.rollout.plans import Decode, Part, Prefill
@@ -144,8 +144,11 @@ def _shaped(
     """A call for `stays` of which some change their logits. What these have is known: no call
     with them is unread when the next one is planned, see `Scheduler.stepwise`. It is as long as
     the grammars among them can tell what comes."""
-    shape = shaped_shape(cfg, vocab)
-    rows = [_row(stay, stay.table, lambda _: None) for stay in stays]
+    shapes = shaped_shapes(cfg, vocab)
+    count = fit(max(stay.slot for stay in stays) + 1, [each.rows for each in shapes])
+    own = max(-(-reach(stay, cfg) // cfg.page) for stay in stays)
+    shape = next(each for each in shapes if each.rows == count and each.own >= own)
+    rows = [_row(stay, stay.table[: shape.own], lambda _: None) for stay in stays]
     matchers = [stay.job.matcher for stay in stays]
     steps = max((m.steps for m in matchers if m is not None), default=shape.steps)
     asked = [_asked(stay, steps) for stay in stays if stay.job.sampling.shaped]
@@ -155,7 +158,7 @@ def _shaped(
         stay.most += shape.steps
     settings = pack_settings(asked, steps, shape, cfg.page)
     packet = np.concatenate([pack_decode(rows, [], shape, cfg), settings])
-    return Decode(shape=shape, packet=packet, owners=tuple(owners))
+    return Decode(shape=shape, packet=packet, owners=tuple(owners[:count]))
 
 
 def _asked(stay: Stay, steps: int) -> Asked:

@@ -31,7 +31,7 @@ from forge_jax.rollout.packets import (
     pack_settings,
     prefill_shapes,
     scored_shapes,
-    shaped_shape,
+    shaped_shapes,
 )
 from forge_jax.rollout.plans import Plan, Results
 from forge_jax.rollout.shaped import Told
@@ -141,8 +141,8 @@ class Runner:
             self._prefill(pack_prefill([], prefill, self._rollout), prefill)
         for decode in decode_shapes(self._rollout):
             self._decode(pack_decode([], [], decode, self._rollout), decode)
-        if self._rollout.shaping:
-            shape = shaped_shape(self._rollout, self._cfg.vocab)
+        shaped = shaped_shapes(self._rollout, self._cfg.vocab) if self._rollout.shaping else ()
+        for shape in shaped:
             packet = pack_decode([], [], shape, self._rollout)
             settings = pack_settings([], shape.steps, shape, self._rollout.page)
             self._decode(np.concatenate([packet, settings]), shape)

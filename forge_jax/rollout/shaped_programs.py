@@ -1,6 +1,6 @@
 """The compiled decode steps of calls in which some request changes its logits.
 
-As `programs.decode`, of one shape, and without drafts: settings and all known tokens of the
+As `programs.decode`, of fewer shapes, and without drafts: settings and all known tokens of the
 rows come with every call, so that nothing of them stays on the device. Invariant: a row that
 asks for nothing samples what it would in `programs.decode`.
 """
