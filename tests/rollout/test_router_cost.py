@@ -1,5 +1,7 @@
 """The cost function against its formula, the policies beside it, and what a router knows."""
 
+import itertools
+import math
 import random
 from dataclasses import replace
 
@@ -20,6 +22,7 @@ from forge_jax.rollout.router.cost import (
     View,
     Weights,
     by_cost,
+    imposed,
     plan_at,
 )
 from forge_jax.rollout.router.fit import LinkFit, PrefillFit
@@ -31,7 +34,9 @@ PREFILL = Prefill(base=0.01, token=1e-3, pair=1e-7, beside=1e-5)
 
 
 def view(name: str, **changes: float) -> View:
-    plain = View(name=name, queue=0.0, inbound=0.0, prefix=0, load=0, running=0, prefill=PREFILL)
+    plain = View(
+        name=name, queue=0.0, inbound=0.0, prefix=0, load=0, running=0, busy=0.0, prefill=PREFILL
+    )
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
@@ -45,7 +50,7 @@ def draw(seed: int) -> tuple[Call, list[View], list[Source]]:
     views = [
         view(
             str(i), queue=rng.random(), inbound=rng.random() * 0.1, prefix=rng.randint(0, tokens),
-            load=rng.randint(0, 6), running=rng.randint(0, 6),
+            load=rng.randint(0, 6), running=rng.randint(0, 6), busy=rng.random(),
         )
         for i in range(rng.randint(1, 8))
     ]  # fmt: skip
@@ -62,7 +67,7 @@ def draw(seed: int) -> tuple[Call, list[View], list[Source]]:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_the_plan_is_the_cheapest_by_the_formula(seed: int) -> None:
-    """min(q + prefill(n, p), max(q, transfer) + prefill(n, src)) + beta * work, spelt out."""
+    """min(q + prefill(n, p), max(q, transfer) + prefill(n, src)) + beta * price * work."""
     asked, views, sources = draw(seed)
     n, weights = asked.tokens, Weights(work=1.5, bound=1e9)
 
@@ -79,7 +84,8 @@ def test_the_plan_is_the_cheapest_by_the_formula(seed: int) -> None:
                 moved += max(v.inbound, s.link.wait)
                 ways.append((max(v.queue, moved) + seconds(v, s.prefix), seconds(v, s.prefix)))
         first, work = min(ways)
-        costs.append((first + 1.5 * work, first))
+        price = 1 / (1 - min(v.busy, 0.9)) ** 2
+        costs.append((first + 1.5 * price * work, first))
     plan = by_cost(asked, views, sources, weights)
     chosen = costs[int(plan.instance)]
     assert chosen[0] == pytest.approx(min(costs)[0])
@@ -301,3 +307,27 @@ def test_weights_name_what_they_refuse(wrong: str) -> None:
     name, value = wrong.split("=")
     with pytest.raises(ValueError, match=f"{name}={value}"):
         Weights(**{name: float(value)})  # type: ignore[arg-type]
+
+
+def test_work_is_dear_where_others_come_soon() -> None:
+    """The price is the derivative of how many calls there are, by how busy the instance is."""
+    assert imposed(0.0) == 1.0
+
+    def there(busy: float) -> float:
+        return busy / (1 - busy)
+
+    for busy in (0.1, 0.5, 0.8):
+        slope = (there(busy + 1e-6) - there(busy - 1e-6)) / 2e-6
+        assert imposed(busy) == pytest.approx(slope, rel=1e-4)
+    assert imposed(0.99) == imposed(0.95), "beyond that all are as full as each other"
+    home, other = view("home", prefix=900, queue=2.5, busy=0.2), view("other", load=1)
+    assert by_cost(call(), [home, replace(other, busy=0.0)], [], Weights()).instance == "other"
+    assert by_cost(call(), [home, replace(other, busy=0.6)], [], Weights()).instance == "home"
+
+
+def test_how_busy_an_instance_is_follows_what_it_is_sent() -> None:
+    ledger, number = Ledger(slots=100, prior=Prefill(token=1e-3)), itertools.count()
+    for second in range(600):
+        ledger.sent(next(number), float(second), 300, 0.3)
+    assert ledger.busy(600.0) == pytest.approx(0.3, rel=0.02)
+    assert ledger.busy(660.0) == pytest.approx(0.3 / math.e, rel=0.02)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 
 from forge_jax.config import check
 
+BUSIEST = 0.9  # an instance that works for more of its time counts as busy as that
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prefill:
@@ -67,6 +69,7 @@ class View:
     prefix: int  # tokens of the prompt that it has, or will have when it begins
     load: int  # calls that it was sent and that have not ended
     running: int  # of those, decoding
+    busy: float  # share of its time that prefills take, lately
     prefill: Prefill
 
 
@@ -94,7 +97,7 @@ class Plan:
 class Weights:
     """What the cost is made of beside the time to the first token."""
 
-    work: float = 1.0  # beta: of a second of work that calls to come will wait for
+    work: float = 1.0  # beta: of a second that calls to come will wait for work added
     bound: float = 1.5  # the load of an instance over the mean, beyond which it gets no call
     matched: float = 0.3  # thresholds: share of the prompt that is worth going to its holder
     apart: int = 64  # thresholds: largest load less smallest that is out of balance ...
@@ -133,8 +136,19 @@ def plan_at(call: Call, view: View, sources: Sequence[Source]) -> Plan:
     return best
 
 
+def imposed(busy: float) -> float:
+    """Seconds of calls that a second of work more takes at an instance that is so `busy`.
+
+    Of a queue with Poisson arrivals and exponential work, which holds busy / (1 - busy) calls on
+    average, it is the derivative by `busy`: 1, the second itself, where nobody else comes, and 4
+    where every other second is taken, since those who come later wait for it.
+    """
+    return 1 / (1 - min(busy, BUSIEST)) ** 2
+
+
 def by_cost(call: Call, views: Sequence[View], sources: Sequence[Source], weights: Weights) -> Plan:
-    """The plan of the least cost: seconds to the first token + beta * work added.
+    """The plan of the least cost: seconds to the first token + beta * those that the work added
+    takes of this and later calls.
 
     Instances whose load is beyond `bound` times the mean are left out, so that no prefix,
     however long, draws everybody to one place; the one with the least load never is. Equal
@@ -142,8 +156,10 @@ def by_cost(call: Call, views: Sequence[View], sources: Sequence[Source], weight
     """
     mean = sum(view.load for view in views) / len(views)
     allowed = [view for view in views if view.load <= weights.bound * (mean + 1)]
+
+    def cost(plan: Plan, view: View) -> float:
+        return plan.seconds + weights.work * imposed(view.busy) * plan.work
+
     plans = [(plan_at(call, view, sources), view) for view in allowed]
-    best, _ = min(
-        plans, key=lambda pair: (pair[0].seconds + weights.work * pair[0].work, pair[1].load)
-    )
+    best, _ = min(plans, key=lambda pair: (cost(*pair), pair[1].load))
     return best

@@ -73,6 +73,7 @@ class Fleet:
                 prefix=max(held.get(name, 0), promised.get(name, 0)),
                 load=ledger.load,
                 running=ledger.running,
+                busy=ledger.busy(now),
                 prefill=ledger.prefill,
             )
             for name, ledger in self._ledgers.items()

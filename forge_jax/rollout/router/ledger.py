@@ -4,12 +4,14 @@ Calls sent, first tokens and ends flow in, each with its moment; queue, load and
 model flow out. Invariant: a call is in the ledger from `sent` to `ended`, once.
 """
 
+import math
 from dataclasses import dataclass
 
 from forge_jax.rollout.router.cost import Prefill
 from forge_jax.rollout.router.fit import PrefillFit
 
 NEWEST = 0.1  # weight of the newest call in the mean time that calls decode for
+LATELY = 60.0  # seconds after which work counts 1/e in how busy an instance is
 
 
 @dataclass(kw_only=True)
@@ -32,6 +34,8 @@ class Ledger:
         self._backlog = 0.0  # seconds of work of those that wait
         self._newest = 0.0  # moment of the newest first token
         self._decoding = 0.0  # mean seconds from a first token to the end
+        self._busy = 0.0  # at the moment `_newest_sent`
+        self._newest_sent = 0.0
 
     @property
     def load(self) -> int:
@@ -60,11 +64,16 @@ class Ledger:
         short = self.load - self._slots + 1
         return max(backlog, short * self._decoding / self._slots, 0.0)
 
+    def busy(self, now: float) -> float:
+        """Share of its time that the work it was sent takes, lately."""
+        return self._busy * math.exp((self._newest_sent - now) / LATELY)
+
     def sent(self, number: int, now: float, tokens: int, work: float) -> None:
         """A call of `tokens` was sent, whose prefill should take `work` seconds."""
         self._sent[number] = _Sent(tokens=tokens, work=work, moment=now, beside=self.running)
         self._waiting[number] = None
         self._backlog += work
+        self._busy, self._newest_sent = self.busy(now) + work / LATELY, now
 
     def first(self, number: int, now: float, queued: float, cached: int) -> None:
         """Its first token came; `queued` of the seconds since `sent` it waited at the instance,
