@@ -1,32 +1,45 @@
 """Gaps between tokens while long prompts arrive: prefill and decode together, and apart.
 
-    python -m experiments.bench_pd [model=bench-10m] [streams=4] [storm=8] [prompt=1536]
-        [new_tokens=96] [chunk=512]
+    XLA_FLAGS=--xla_force_host_platform_device_count=2 python -m experiments.bench_pd
+        [model=bench-10m] [streams=4] [storm=8] [prompt=1536] [chunk=512] [repeat=3]
+        [mesh.tensor=1] [prefill.tensor=1] [together.tensor=1]
 
-`streams` requests with short prompts are decoded; meanwhile `storm` long prompts, all different,
-arrive one after the other and ask for a token each. Prints one JSON object with a row for each
-engine. Virtual devices share the cores of this machine, so that prompts slow decoding down even
-apart: what is seen is only that no token waits for a chunk to end.
+`streams` requests are decoded all the time; meanwhile `storm` long prompts, all different, arrive
+one after the other and ask for a token each. One engine does both on the mesh `together`; the
+other decodes on `mesh` and prefills on `prefill`, the devices behind those. They take turns,
+`repeat` times. Prints one JSON object with a row for each engine, the ratio of their gaps, and
+how fast pages move between the two meshes; the run folder holds rows.json and gaps.png.
+
+Virtual devices share the cores of this machine, so prompts slow decoding down even apart: what
+is seen is only that no token waits for a chunk to end.
 """
 
 import asyncio
+import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from hydra.core.hydra_config import HydraConfig
+from jax.sharding import Mesh
+from matplotlib.figure import Figure
 
 from experiments.command import command
 from experiments.models import resolve
-from forge_jax.config import RolloutConfig, check, load
+from forge_jax.config import MeshConfig, RolloutConfig, UserError, check, load
 from forge_jax.rollout.disaggregated import DisaggregatedEngine
 from forge_jax.rollout.engine import RolloutEngine
-from forge_jax.sharding import make_mesh
+from forge_jax.sharding import mesh_from
 from forge_jax.types import Request, Sampling
+
+ENGINES = ("together", "apart")
+Gaps = list[float]  # seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +47,21 @@ class BenchConfig:
     """One benchmark; see `configs/bench_pd.yaml`."""
 
     model: str = "bench-10m"
+    together: MeshConfig = field(default_factory=MeshConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    prefill: MeshConfig = field(default_factory=MeshConfig)
     streams: int = 4
     storm: int = 8
     prompt: int = 1536
     new_tokens: int = 96
     chunk: int = 512
     decode_steps: int = 1
+    repeat: int = 3
     seed: int = 0
+    out: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("streams", "storm", "prompt", "chunk", "decode_steps"):
+        for name in ("streams", "storm", "prompt", "chunk", "decode_steps", "repeat"):
             check(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
         check(self.new_tokens >= 2, f"new_tokens={self.new_tokens} must be at least 2")
 
@@ -61,75 +79,140 @@ class BenchConfig:
 
 
 @command("bench_pd")
-def main(mapping: dict[str, Any]) -> dict[str, Any]:
-    cfg = load(BenchConfig, mapping)
-    return {"rows": [asyncio.run(row(cfg, apart)) for apart in (False, True)]}
+def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
+    return run(load(BenchConfig, mapping), Path(HydraConfig.get().runtime.output_dir))
 
 
-async def row(cfg: BenchConfig, apart: bool) -> dict[str, Any]:
-    """Gaps between the tokens of a stream, in seconds, in quiet and in the storm."""
-    async with opened(cfg, apart) as engine:
-        await streams(engine, cfg, storm=0)  # whatever is done once is done
-        quiet, _ = await streams(engine, cfg, storm=0)
-        gaps, seconds = await streams(engine, cfg, storm=cfg.storm)
+def run(cfg: BenchConfig, folder: Path) -> dict[str, Any]:
+    """The command's result. Raises UserError where there are too few devices."""
+    if (folder / "rows.json").exists():
+        raise UserError(f"out={folder} holds a benchmark already")
+    found = asyncio.run(measured(cfg))
+    draw(folder / "gaps.png", {row["engine"]: row.pop("gaps") for row in found["rows"]})
+    (folder / "rows.json").write_text(json.dumps(found, indent=1) + "\n")
+    return found | {"run_dir": str(folder)}
+
+
+async def measured(cfg: BenchConfig) -> dict[str, Any]:
+    """Both engines by turns, so that whatever else the machine does is shared alike."""
+    rng = np.random.default_rng(cfg.seed)  # no prompt twice
+    async with AsyncExitStack() as stack:
+        engines = {name: await stack.enter_async_context(opened(cfg, name)) for name in ENGINES}
+        for engine in engines.values():
+            await storm(engine, cfg, rng, storm=1)  # whatever is done once is done
+        quiet = {name: await storm(engine, cfg, rng, storm=0) for name, engine in engines.items()}
+        turns: dict[str, list[tuple[Gaps, float]]] = {name: [] for name in ENGINES}
+        for _ in range(cfg.repeat):
+            for name, engine in engines.items():
+                turns[name].append(await storm(engine, cfg, rng, storm=cfg.storm))
+        moved = engines["apart"].stats()
+    rows = [row(name, quiet[name][0], turns[name]) for name in ENGINES]
+    one, other = rows
     return {
-        "engine": "apart" if apart else "together",
+        "rows": rows,
+        "ratio": {key: one[key] / other[key] for key in ("itl_p50", "itl_p99", "itl_max")},
+        "moved_bytes": moved["moved_bytes"],
+        "moved_bytes_per_second": moved["moved_bytes"] / moved["moved_seconds"],
+        "devices": len(jax.devices()),
+    }
+
+
+def row(name: str, quiet: Gaps, turns: Sequence[tuple[Gaps, float]]) -> dict[str, Any]:
+    """Gaps between the tokens of a stream, in seconds, without a storm and in all of them."""
+    gaps = [gap for some, _ in turns for gap in some]
+    return {
+        "engine": name,
         "itl_p50_quiet": float(np.median(quiet)),
+        "itl_p99_quiet": float(np.quantile(quiet, 0.99)),
         "itl_p50": float(np.median(gaps)),
         "itl_p99": float(np.quantile(gaps, 0.99)),
-        "itl_max": float(max(gaps)),
-        "storm_seconds": seconds,
+        "itl_max": max(gaps),
+        "itl_p99_by_turn": [float(np.quantile(some, 0.99)) for some, _ in turns],
+        "storm_seconds": float(np.mean([seconds for _, seconds in turns])),
+        "gaps": gaps,
     }
 
 
 @asynccontextmanager
-async def opened(
-    cfg: BenchConfig, apart: bool
-) -> AsyncIterator[RolloutEngine | DisaggregatedEngine]:
+async def opened(cfg: BenchConfig, name: str) -> AsyncIterator[RolloutEngine | DisaggregatedEngine]:
+    """An engine that serves."""
+    if name == "together":
+        meshes = [mesh_from(cfg.together)]
+    else:
+        decode = mesh_from(cfg.mesh)
+        meshes = [decode, mesh_from(cfg.prefill, jax.devices()[decode.size :])]
     with ExitStack() as stack:
-        engines = []
-        for place in range(2 if apart else 1):
-            model = resolve(cfg.model, cfg.seed, mesh=make_mesh(devices=jax.devices()[place:]))
-            device = stack.enter_context(ThreadPoolExecutor(1))
-            tokenizer = model.chat.tokenizer
-            engines.append(
-                RolloutEngine(model.cfg, model.params, (), cfg.rollout, tokenizer, device)
-            )
-        engine: RolloutEngine | DisaggregatedEngine = engines[0]
-        if apart:
-            engine = DisaggregatedEngine(engines[1:], engines[:1], cfg.rollout)
+        made = [one(cfg, mesh, stack.enter_context(ThreadPoolExecutor(1))) for mesh in meshes]
+        engine: RolloutEngine | DisaggregatedEngine = made[0]
+        if name == "apart":
+            engine = DisaggregatedEngine(made[1:], made[:1], cfg.rollout)
         await engine.warm_up()
-        async with asyncio.TaskGroup() as group:
-            serving = group.create_task(engine.serve())
+        serving = asyncio.create_task(engine.serve())
+        try:
             yield engine
+        finally:
             serving.cancel()
+            with suppress(asyncio.CancelledError):
+                await serving
 
 
-async def streams(engine: Any, cfg: BenchConfig, storm: int) -> tuple[list[float], float]:
-    """Gaps between tokens of all streams while `storm` prompts arrive, and how long these took."""
-    rng = np.random.default_rng(time.monotonic_ns())  # no prompt twice
-    gaps: list[float] = []
+def one(cfg: BenchConfig, mesh: Mesh, device: ThreadPoolExecutor) -> RolloutEngine:
+    model = resolve(cfg.model, cfg.seed, mesh=mesh)
+    return RolloutEngine(model.cfg, model.params, (), cfg.rollout, model.chat.tokenizer, device)
+
+
+async def storm(
+    engine: Any, cfg: BenchConfig, rng: np.random.Generator, storm: int
+) -> tuple[Gaps, float]:
+    """Gaps between tokens of all streams while `storm` prompts arrive, and how long these took;
+    without any, as long as a stream lasts."""
+    gaps: Gaps = []
+    over = asyncio.Event()
 
     async def stream() -> None:
-        last = None
-        async for chunk in engine.generate(_asked(rng.integers(4, 200, 8), cfg.new_tokens)):
-            now = time.monotonic()
-            if last is not None:
-                gaps.append((now - last) / len(chunk.ids))
-            last = now
+        while not over.is_set():
+            last = None
+            async for chunk in engine.generate(_asked(rng.integers(4, 200, 8), cfg.new_tokens)):
+                now = time.monotonic()
+                if last is not None and not over.is_set():
+                    gaps.append((now - last) / len(chunk.ids))
+                last = now
+            if storm == 0:
+                return
 
     async def prompts() -> float:
         began = time.monotonic()
         for _ in range(storm):
             async for _ in engine.generate(_asked(rng.integers(4, 200, cfg.prompt), 1)):
                 pass
+        if storm:
+            over.set()
         return time.monotonic() - began
 
     async with asyncio.TaskGroup() as group:
-        arriving = group.create_task(prompts())
         for _ in range(cfg.streams):
             group.create_task(stream())
+        arriving = group.create_task(prompts())
     return gaps, arriving.result()
+
+
+def draw(path: Path, gaps: Mapping[str, Gaps]) -> None:
+    """How many of the gaps are longer than so many milliseconds."""
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axis = figure.subplots()
+    for name, some in gaps.items():
+        milliseconds = np.sort(some) * 1e3
+        axis.step(milliseconds, 1 - np.arange(len(some)) / len(some), label=name)
+    axis.axhline(0.01, color="gray", lw=0.8, ls=":")
+    axis.set(
+        xscale="log",
+        yscale="log",
+        xlabel="gap between two tokens, ms",
+        ylabel="share that is longer",
+    )
+    axis.grid(alpha=0.25)
+    axis.legend()
+    figure.savefig(path, dpi=120)
 
 
 def _asked(prompt: np.ndarray, tokens: int) -> Request:

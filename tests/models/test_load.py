@@ -45,6 +45,7 @@ def edit(file: Path, **changes: Any) -> None:
         ("quick", 103_296),
         ("micro", 254_400),
         ("bench-10m", 10_096_640),
+        ("bench-moe", 34_893_824),
         ("micro-moe", 476_608),
         # Of the published models:
         ("qwen3-0.6b", 596_049_920),
