@@ -59,6 +59,8 @@ class Sizes:
     top_logprobs: int = 20
     prompt_logprobs: int | None = 20
     support: int = 64
+    speculate: str = "off"
+    drafts: int = 2
 
     def __post_init__(self) -> None:
         self.of(1)
@@ -82,6 +84,8 @@ class Sizes:
             top_logprobs=self.top_logprobs,
             prompt_logprobs=self.prompt_logprobs,
             support=self.support,
+            speculate=self.speculate,
+            drafts=self.drafts,
         )
 
 

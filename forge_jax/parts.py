@@ -14,6 +14,7 @@ class MtpConfig:
 
     depth: int = 0  # modules to give to a model that has none
     weight: float = 0.0  # λ of each module's loss; 0: modules are not trained
+    frozen: bool = False  # modules are measured as if they were trained, and stay as they are
     top_k: int = 64  # likeliest words of the policy that are matched one by one
     decay: float = 0.0  # η: by exp(-η α) the loss turns from the divergence to 1 - α
 
@@ -25,6 +26,10 @@ class MtpConfig:
         check(
             self.depth == 0 or self.weight > 0,
             f"depth={self.depth} adds modules that weight={self.weight} would not train",
+        )
+        check(
+            not self.frozen or self.weight > 0,
+            f"frozen={self.frozen} measures modules, which weight={self.weight} does not",
         )
 
 

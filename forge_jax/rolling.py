@@ -88,9 +88,12 @@ class RolloutConfig:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Numbers of drafts that are compiled: none, powers of two, and the most."""
+        """Numbers of drafts that are compiled: none, powers of two, and the most; where results
+        are to repeat to the bit, the most alone."""
         if self.speculate == "off":
             return (0,)
+        if self.deterministic:
+            return (self.drafts,)
         powers = (1 << i for i in range(self.drafts.bit_length()))
         return (0, *sorted({*powers, self.drafts}))
 

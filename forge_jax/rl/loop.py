@@ -19,7 +19,7 @@ from forge_jax.rl.audit import Audit
 from forge_jax.rl.collect import Collector, Taken
 from forge_jax.rl.costs import observe, prior, trusted
 from forge_jax.rl.credit import group_samples
-from forge_jax.rl.measure import batch_row, episode_row
+from forge_jax.rl.measure import batch_row, drafts_row, episode_row
 from forge_jax.rl.parallel import update
 from forge_jax.rl.state import TrainState
 from forge_jax.rl.step import StepConfig
@@ -85,6 +85,7 @@ async def reinforce(
         collector.resume(workers)
         for step in range(first, cfg.steps + 1):
             collector.fill(workers)
+            before = engine.stats()
             began = time.monotonic()
             taken = await collector.take(cfg.sched.batch, workers, refill=not cfg.sched.synchronous)
             collected = time.monotonic()
@@ -98,6 +99,7 @@ async def reinforce(
             )
             await engine.swap(step, weights)
             row = {"step": step} | episode_row(taken) | batch_row(batch.samples, batch.trees)
+            row |= drafts_row(before, engine.stats())
             row |= trained | {"seconds_collect": collected - began}
             row["seconds_update"] = time.monotonic() - collected
             record = Step(state=state, cursors=collector.state(), batch=batch, row=row)

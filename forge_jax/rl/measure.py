@@ -6,7 +6,7 @@ the final weights do not depend on.
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +90,28 @@ def batch_row(samples: Sequence[Sample], batches: Sequence[MicroBatch]) -> dict[
         "tree_token_ratio": total / unique if unique else None,
         "micro_batches": len(batches),
     }
+
+
+def drafts_row(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    """What an engine's drafts came to between two of its `stats()`; nothing where none was checked.
+
+    `acceptance` is the share of checked drafts that were accepted, `acceptance_i` of the i-th of a
+    verify; `speculation_speedup` compares seconds, see `rollout.speculator`.
+    """
+    gained = {name: value - before.get(name, 0) for name, value in now.items()}
+    if not gained["draft_tokens"]:
+        return {}
+    row = {
+        "acceptance": gained["accepted_tokens"] / gained["draft_tokens"],
+        "tokens_per_verify": 1 + gained["accepted_tokens"] / gained["drafts"],
+    }
+    for name, tried in gained.items():
+        place = name.removeprefix("draft_tokens_")
+        if place != name and tried:
+            row[f"acceptance_{place}"] = gained[f"accepted_tokens_{place}"] / tried
+    if gained["decode_seconds"]:
+        row["speculation_speedup"] = gained["decode_seconds_undrafted"] / gained["decode_seconds"]
+    return row
 
 
 def lost(sample: Sample) -> int:

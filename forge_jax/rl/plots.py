@@ -20,14 +20,27 @@ PANELS = (
     ("entropy", ("entropy",)),
     ("tokens: total over unique", ("tree_token_ratio",)),
 )
+# Panels of runs that have any of it.
+OTHERS = (
+    (
+        "acceptance of drafts",
+        ("acceptance_1", "acceptance_2", "mtp_accepted_1", "mtp_accepted_2"),
+    ),
+    ("tokens per verify, speed-up", ("tokens_per_verify", "speculation_speedup")),
+)
 TRAINED, CONTEXT = "#f4a259", "#d7dee8"
 
 
 def draw_curves(path: Path, rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
     """Draws the metrics of a run over its steps; `summary` adds the evaluations."""
-    figure = Figure(figsize=(11, 6), layout="constrained")
-    axes = figure.subplots(2, 3).flat
-    for axis, (title, names) in zip(axes, PANELS, strict=True):
+    told = {name for row in rows for name, value in row.items() if value is not None}
+    panels = [*PANELS, *(panel for panel in OTHERS if told.intersection(panel[1]))]
+    columns = -(-len(panels) // 2)
+    figure = Figure(figsize=(11 * columns / 3, 6), layout="constrained")
+    axes = figure.subplots(2, columns).flat
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    for axis, (title, names) in zip(axes, panels, strict=False):
         for name in names:
             points = [(r["step"], r[name]) for r in rows if r.get(name) is not None]
             if points:

@@ -169,20 +169,27 @@ def total(parts: Iterable[tuple[np.ndarray, Any, Metrics, Any, Any]], trained: i
     )
 
 
-def apply(state: TrainState, grads: Any, cfg: OptimConfig) -> tuple[TrainState, Float[Array, ""]]:
+def apply(
+    state: TrainState, grads: Any, cfg: OptimConfig, frozen: bool = False
+) -> tuple[TrainState, Float[Array, ""]]:
     """One step of the optimiser; returns the norm of `grads` before
     clipping, prediction modules aside.
 
-    `state` is consumed; the next one lies on the devices as it did.
+    `state` is consumed; the next one lies on the devices as it did. With `frozen` prediction
+    modules keep their weights, and the policy's are the same bits as without.
     """
-    return _apply(state, grads, cfg)
+    return _apply(state, grads, cfg, frozen)
 
 
-@partial(jax.jit, static_argnames=("cfg",), donate_argnames=("state",))
-def _apply(state: TrainState, grads: Any, cfg: OptimConfig) -> tuple[TrainState, Float[Array, ""]]:
+@partial(jax.jit, static_argnames=("cfg", "frozen"), donate_argnames=("state",))
+def _apply(
+    state: TrainState, grads: Any, cfg: OptimConfig, frozen: bool
+) -> tuple[TrainState, Float[Array, ""]]:
     norm = optax.tree.norm(policy_of(grads))
     updates, opt_state = optimizer(cfg).update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
+    if frozen:
+        params |= {"mtp": state.params["mtp"]}
     return TrainState(step=state.step + 1, params=params, opt_state=opt_state), norm
 
 
@@ -209,8 +216,10 @@ def update(
             index=np.zeros(0, np.int64),
             seconds=0.0,
         )
-    found = gather(tuned(base, state.params), parts, cfg)
-    state, norm = apply(state, found.grads, cfg.optim)
+    # One program of gradients, whether modules are frozen or not: the policy gets the same bits.
+    measured = replace(cfg, mtp=replace(cfg.mtp, frozen=False))
+    found = gather(tuned(base, state.params), parts, measured)
+    state, norm = apply(state, found.grads, cfg.optim, cfg.mtp.frozen)
     if cfg.moe.balance == "bias":
         state = replace(state, params=balance.shift(state.params, found.metrics.load, cfg.moe.rate))
     return state, Updated(

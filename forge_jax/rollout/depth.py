@@ -6,31 +6,40 @@ drafter that guesses badly is not asked any more but for probes, which get rarer
 
 A verify of depth γ samples ``E = 1 + a_1 + a_1 a_2 + ... + a_1 ... a_γ`` tokens, a_i the share
 of the i-th drafts that are accepted where those before them were; with one a that is
-``(1 - a^(γ+1)) / (1 - a)`` (arXiv 2211.17192, equation 1). Of the same rows it takes
-``c(rows, γ)`` seconds, and γ is chosen where E / c is largest.
+``(1 - a^(γ+1)) / (1 - a)`` (arXiv 2211.17192, equation 1). Of the same rows it takes ``r`` times
+as long as one of depth 0, and γ is chosen where E / r is largest. The ratio is that of calls
+right beside each other: those far apart differ by how long sequences are and by what else the
+machine does. It is at least 1, since a verify of more tokens has more to do; so a drafter that
+is never right cannot seem to pay, whatever disturbs the clock.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 HALF = 512  # drafts after which older ones count half
 DOUBT = 4  # drafts' worth of belief that a depth guesses as well as the one before it
-TRIALS = 5  # timed calls before a depth is judged
-RECENT = 16  # timed calls whose lower quartile is the cost: what disturbs a call makes it longer
+PAIRS = 2  # of calls side by side before a depth is judged
+RECENT = 16  # pairs whose median is the cost: what disturbs a call lengthens it in either place
 GAIN = 1.05  # what another depth must win over the present one
-PROBE, RAREST = 32, 512  # calls between probes, at first and at most
+FIRST, GROWTH, RAREST = 2, 1.25, 256  # calls between probes: at first, by each one, and at most
+PROBE = 2  # calls of a probe: a request's first one has a prefill beside it and is not timed
+CHANGED = 32  # ... at most where the best depth has changed
 
 
 @dataclass(eq=False, slots=True)
 class _Bucket:
     """What is known of calls of one number of rows."""
 
-    seconds: dict[int, deque[float]] = field(default_factory=dict)  # of a verify, by depth
+    ratios: dict[int, deque[float]] = field(default_factory=dict)  # to depth 0, by depth
+    last: tuple[int, float] | None = None  # depth and seconds of the call timed last
     calls: int = 0  # since the last probe
-    wait: int = PROBE
+    wait: float = FIRST
     best: int = 0
     next: int = 0  # whose turn a probe is
+    probe: int = 0  # depth of the present one
+    left: int = 0  # calls of it
 
 
 class DepthController:
@@ -45,25 +54,26 @@ class DepthController:
         self._accepted = [0.0] * depths[-1]
         self._buckets: defaultdict[int, _Bucket] = defaultdict(_Bucket)
 
-    def choose(self, rows: int, ready: bool = True) -> int:
-        """The depth of the next call of a bucket of `rows`. Where the drafter is not `ready` for
-        any of them, there is nothing to learn from drafting and none is tried."""
+    def choose(self, rows: int, followed: float = 1.0) -> int:
+        """The depth of the next call of a bucket of `rows`, where the drafter knows all tokens of
+        a share `followed` of them. It guesses for the others in vain; where there is nobody else,
+        there is nothing to learn from drafting and none is tried."""
+        if not followed:
+            return 0
         bucket = self._buckets[rows]
-        best = self._best(rows)
+        best = self._best(rows, followed)
         if best != bucket.best:
-            bucket.best, bucket.wait = best, PROBE
-        if not ready:
-            return best
-        untimed = self._untimed(bucket)
-        if untimed is not None:
-            return untimed
+            bucket.best, bucket.wait = best, min(bucket.wait, CHANGED)
         bucket.calls += 1
-        if bucket.calls < bucket.wait:
+        if bucket.calls >= bucket.wait:
+            bucket.calls, bucket.wait = 0, min(GROWTH * bucket.wait, RAREST)
+            others = [depth for depth in self._depths if depth != best]
+            bucket.next += 1
+            bucket.probe, bucket.left = others[bucket.next % len(others)], PROBE
+        if not bucket.left:
             return best
-        bucket.calls, bucket.wait = 0, min(2 * bucket.wait, RAREST)
-        others = [depth for depth in self._depths if depth != best]
-        bucket.next += 1
-        return others[bucket.next % len(others)]
+        bucket.left -= 1
+        return bucket.probe
 
     def observe(self, tried: Sequence[int], accepted: Sequence[int]) -> None:
         """Takes in how many drafts of each place were checked, those before them having been
@@ -74,9 +84,11 @@ class DepthController:
             self._accepted[i] = self._accepted[i] * fades + k
 
     def time(self, rows: int, depth: int, seconds: float) -> None:
-        """Takes in the seconds of one verify in a call of this shape."""
-        timed = self._buckets[rows].seconds.setdefault(depth, deque(maxlen=RECENT))
-        timed.append(seconds)
+        """Takes in the seconds of one verify in a call of this shape; calls come in order."""
+        bucket = self._buckets[rows]
+        if bucket.last is not None and bucket.last[0] != depth:
+            self._pair(bucket, bucket.last, (depth, seconds))
+        bucket.last = (depth, seconds)
 
     def acceptance(self) -> tuple[float, ...]:
         """a_i of every place; of one that was hardly tried close to that of the place before it,
@@ -95,31 +107,39 @@ class DepthController:
             total += all_before
         return total
 
+    def cost(self, rows: int, depth: int) -> float | None:
+        """Seconds of a verify over those of one of depth 0; None before enough pairs are timed."""
+        if not depth:
+            return 1.0
+        ratios = self._buckets[rows].ratios.get(depth, ())
+        return max(1.0, median(ratios)) if len(ratios) >= PAIRS else None
+
     def speedup(self, rows: int, depth: int) -> float | None:
-        """Tokens a second with drafts over those without; None before both are timed."""
-        seconds = self._buckets[rows].seconds
-        if not seconds.get(0) or not seconds.get(depth):
-            return None
-        gain = _typical(seconds[0]) / _typical(seconds[depth])
-        return self.expected(depth) * gain
+        """Tokens a second with drafts over those without; None before it can be told."""
+        cost = self.cost(rows, depth)
+        return None if cost is None else self.expected(depth) / cost
 
     def speedups(self) -> dict[int, float]:
-        """That of the depth chosen last, of every bucket that is timed; 1 where none drafts."""
+        """That of the depth chosen last, of every bucket; 1 where none drafts."""
         found = {rows: self.speedup(rows, b.best) for rows, b in self._buckets.items()}
         return {rows: gain for rows, gain in found.items() if gain is not None}
 
-    def _best(self, rows: int) -> int:
+    def _best(self, rows: int, followed: float) -> int:
         """The depth before, unless another is clearly better or drafting does not pay."""
-        gains = {depth: self.speedup(rows, depth) or 0.0 for depth in self._depths[1:]} | {0: 1.0}
+        gains = {}
+        for depth in self._depths:
+            cost, more = self.cost(rows, depth), self.expected(depth) - 1
+            gains[depth] = 0.0 if cost is None else (1 + followed * more) / cost
         depth, now = max(gains, key=gains.__getitem__), self._buckets[rows].best
         return depth if gains[depth] > GAIN * gains[now] or gains[now] < 1 else now
 
-    def _untimed(self, bucket: _Bucket) -> int | None:
-        return next(
-            (d for d in self._depths if len(bucket.seconds.get(d, ())) < TRIALS),
-            None,
-        )
-
-
-def _typical(seconds: Sequence[float]) -> float:
-    return sorted(seconds)[len(seconds) // 4]
+    def _pair(self, bucket: _Bucket, one: tuple[int, float], two: tuple[int, float]) -> None:
+        """What two calls side by side say of the cost of the deeper one, or of the one that is
+        not the present choice where both drafted."""
+        known, asked = sorted((one, two), key=lambda call: (call[0] != 0, call[0] != bucket.best))
+        before = bucket.ratios.get(known[0], ())
+        if known[0] and not before:
+            return
+        scale = median(before) if before else 1.0
+        ratios = bucket.ratios.setdefault(asked[0], deque(maxlen=RECENT))
+        ratios.append(scale * asked[1] / known[1])

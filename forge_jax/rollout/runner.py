@@ -36,7 +36,7 @@ from forge_jax.rollout.packets import (
 from forge_jax.rollout.plans import Plan, Results
 from forge_jax.rollout.shaped import Told
 from forge_jax.rollout.slots import empty_slots
-from forge_jax.rollout.speculation import Drafter, empty_drafter
+from forge_jax.rollout.speculation import Drafter, empty_drafter, renewed
 from forge_jax.rollout.tiers.fingerprint import fingerprint
 from forge_jax.sharding import automatic, mesh_of, replicated
 
@@ -94,7 +94,7 @@ class Runner:
         )
         if seen != wanted:
             raise ValueError(f"weights of {version=} differ in structure, shape or dtype")
-        self._weights = self._copy(params)
+        self._weights, self._drafter = self._copy(params), renewed(self._drafter)
         self.version = version
         self.swaps += 1
 

@@ -4,6 +4,7 @@ A drafter is a record on the device; the functions here are what prefill and dec
 whichever it is. Invariant: it decides how many tokens a step samples and never which.
 """
 
+import dataclasses
 from typing import Any, TypeGuard
 
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from forge_jax.rollout import modules, ngram
 from forge_jax.rollout.cache import Pool, Views
 from forge_jax.rollout.modules import Drafting, Given, Spans, Window
 from forge_jax.rollout.sampling import sample
+from forge_jax.rollout.verify import NO_DRAFT
 from forge_jax.trees import pytree
 
 
@@ -38,6 +40,13 @@ def empty_drafter(rollout: RolloutConfig, cfg: ModelConfig, dtype: Any) -> Draft
         shape = (rollout.slots, 2 * rollout.context)
         return Said(rows=jnp.full(shape, ngram.NOTHING, jnp.int32))
     return None
+
+
+def renewed(drafter: Drafter) -> Drafter:
+    """The drafter when weights have changed: what old modules guessed is not proposed any more."""
+    if not isinstance(drafter, Drafting):
+        return drafter
+    return dataclasses.replace(drafter, drafts=jnp.full_like(drafter.drafts, NO_DRAFT))
 
 
 def layers_read(drafter: Drafter, drafts: int, cfg: ModelConfig) -> int:

@@ -175,6 +175,7 @@ def test_a_server_that_is_stopped_before_it_is_ready_leaves_nothing(
 
 def test_sizes_are_those_of_the_engine() -> None:
     sizes = {"slots": 3, "context": 24, "chunk": 32, "decode_steps": 5, "dtype": "bfloat16"}
+    sizes |= {"speculate": "mtp", "drafts": 3}
     served = {"shaping": True, "top_logprobs": 20, "prompt_logprobs": 20, "support": 64}
     assert Sizes(**sizes).of(64) == RolloutConfig(**sizes, **served)
 

@@ -6,7 +6,7 @@ from typing import Any
 from small_policy import make_turn
 
 from forge_jax.rl.collect import Taken
-from forge_jax.rl.measure import Totals, batch_row, episode_row
+from forge_jax.rl.measure import Totals, batch_row, drafts_row, episode_row
 from forge_jax.types import Episode, Outcome, Status, Task
 
 
@@ -53,3 +53,20 @@ def test_totals_are_sums_of_rows() -> None:
     assert (totals.episodes, totals.items, totals.tokens_sampled) == (6, 6, 20)
     assert (totals.lag_sum, totals.lag_max) == (14, 5)
     assert totals.eval_before == 0.25
+
+
+def test_a_row_tells_of_the_drafts_of_its_step() -> None:
+    before = {
+        "drafts": 10, "draft_tokens": 20, "accepted_tokens": 5, "draft_tokens_1": 10,
+        "accepted_tokens_1": 5, "decode_seconds": 1.0, "decode_seconds_undrafted": 1.0,
+    }  # fmt: skip
+    now = {
+        "drafts": 14, "draft_tokens": 26, "accepted_tokens": 8, "draft_tokens_1": 14,
+        "accepted_tokens_1": 7, "draft_tokens_2": 2, "accepted_tokens_2": 1,
+        "decode_seconds": 3.0, "decode_seconds_undrafted": 4.0,
+    }  # fmt: skip
+    assert drafts_row(before, now) == {
+        "acceptance": 0.5, "tokens_per_verify": 1.75, "acceptance_1": 0.5, "acceptance_2": 0.5,
+        "speculation_speedup": 1.5,
+    }  # fmt: skip
+    assert drafts_row(now, now) == {}

@@ -282,6 +282,29 @@ def test_modules_learn_what_the_policy_says() -> None:
     assert min(after) > 2 * max(before)
 
 
+def test_a_policy_takes_the_same_steps_to_the_bit_whether_modules_are_frozen() -> None:
+    trees = packed(agentic(0, DEEP.vocab), "tree")
+    ends, told = [], []
+    for frozen in (False, True):
+        mtp_cfg = dataclasses.replace(CFG.mtp, frozen=frozen)
+        cfg = dataclasses.replace(CFG, mtp=mtp_cfg, attention="reference", dtype="float32")
+        state = create(parameters("float32"), cfg.optim)
+        for _ in range(3):
+            state, done = step.update(state, trees, cfg)
+            told.append(done.metrics)
+        ends.append(jax.device_get(state.params))
+    jax.tree.map(np.testing.assert_array_equal, policy_of(ends[0]), policy_of(ends[1]))
+    began = parameters("float32")["mtp"]
+    jax.tree.map(np.testing.assert_array_equal, ends[1]["mtp"], jax.device_get(began))
+    assert told[0] == told[3]  # frozen modules are measured as well
+    assert told[5]["mtp_kl_1"] != told[2]["mtp_kl_1"]
+
+
+def test_modules_that_are_not_measured_are_not_frozen() -> None:
+    with pytest.raises(ValueError, match=r"frozen=True measures modules, which weight=0"):
+        MtpConfig(frozen=True)
+
+
 def test_a_path_beyond_the_budget_is_refused_by_name() -> None:
     samples = agentic(0, DEEP.vocab)
     pack = PackConfig(budget=24, tile=8)

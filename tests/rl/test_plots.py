@@ -31,5 +31,7 @@ def test_pictures_are_written(tmp_path: Path) -> None:
     draw_curves(tmp_path / "none.png", [], {})
     rows = [{"step": 1, "reward": None, "entropy": 0.2}, {"step": 2, "reward": 0.5}]
     draw_curves(tmp_path / "curves.png", rows, {"eval_before": 0.4, "eval_after": None})
-    for name in ("forest.png", "none.png", "curves.png"):
+    drafted = {"step": 1, "acceptance_1": 0.5, "tokens_per_verify": 1.5}
+    draw_curves(tmp_path / "drafts.png", [drafted], {})
+    for name in ("forest.png", "none.png", "curves.png", "drafts.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

@@ -23,6 +23,8 @@ STATS = {
     "requests_running": 2, "requests_waiting": 3, "weight_version": 7, "swaps": 1,
     "pages_total": 10, "pages_free": 4, "pages_cached": 1, "tier_host_pages": 5,
     "drafts": 10, "draft_tokens": 30, "accepted_tokens": 12, "tier_invalidated": 4,
+    "accepted_tokens_1": 8, "accepted_tokens_2": 4, "decode_seconds": 2.0,
+    "decode_seconds_undrafted": 3.0,
 }  # fmt: skip
 
 
@@ -132,6 +134,7 @@ def test_metrics_by_the_names_of_vllm() -> None:
         "vllm:spec_decode_num_accepted_tokens_total",
         "forge_weight_version", "forge_kv_invalidated_total", "forge_stale_tokens_total",
         "forge_acceptance", "forge_tokens_per_verify", "forge_request_failures_total",
+        "forge_speculation_speedup",
     )} == {
         "vllm:num_requests_running": 2, "vllm:num_requests_waiting": 3,
         "vllm:kv_cache_usage_perc": pytest.approx(0.5),
@@ -146,8 +149,10 @@ def test_metrics_by_the_names_of_vllm() -> None:
         "vllm:spec_decode_num_accepted_tokens_total": 12,
         "forge_weight_version": 7, "forge_kv_invalidated_total": 4, "forge_stale_tokens_total": 2,
         "forge_acceptance": pytest.approx(0.4), "forge_tokens_per_verify": pytest.approx(2.2),
-        "forge_request_failures_total": 1,
+        "forge_request_failures_total": 1, "forge_speculation_speedup": pytest.approx(1.5),
     }  # fmt: skip
+    places = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="%d"}'
+    assert [found[places % place] for place in (0, 1)] == [8, 4]
     ends = 'vllm:request_success_total{finished_reason="%s",model_name="tiny"}'
     assert [found[ends % finish] for finish in ("stop", "length", "abort")] == [2, 0, 0]
     pages = 'forge_kv_pages{model_name="tiny",tier="%s"}'

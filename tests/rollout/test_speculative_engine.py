@@ -20,6 +20,7 @@ from forge_jax.rollout.ngram import NOTHING
 from forge_jax.rollout.packets import Sampled
 from forge_jax.rollout.plans import Results
 from forge_jax.rollout.scheduler import Scheduler
+from forge_jax.types import Finish
 
 OFF = RolloutConfig(slots=4, context=32, page=8, chunk=16, decode_steps=2, pages=14)
 MTP, NGRAM = (dataclasses.replace(OFF, speculate=kind, drafts=2) for kind in ("mtp", "ngram"))
@@ -32,6 +33,9 @@ def shaped() -> list[Any]:
         {"max_tokens": 3, "presence_penalty": 1.0},
         {"max_tokens": 7, "top_k": 4},
         {"max_tokens": 2, "logit_bias": ((5, 4.0),), "temperature": 0.0},
+        {"top_p": 0.6, "frequency_penalty": 0.5, "choice": 1},
+        {"min_p": 0.1, "repetition_penalty": 1.3, "temperature": 0.7},
+        {"stop_ids": tuple(range(0, CFG.vocab, 3)), "min_tokens": 6},
     ]
     prompts = [rng.integers(0, CFG.vocab, 9).astype(np.int32) for _ in settings]
     return [ask(p, seed=9, **s) for p, s in zip(prompts, settings, strict=True)]
@@ -54,6 +58,21 @@ def mixed() -> list[Any]:
     """Plain requests with shaped ones between them."""
     plain = requests()
     return [*plain[:6], shaped()[0], *plain[6:11], *shaped()[1:], *plain[11:]]
+
+
+def stopped(plain: list[Completion]) -> tuple[list[Any], list[list[int]]]:
+    """`requests` with stop strings that lie across two tokens of what they say, after two calls
+    or so, and what they say up to there."""
+    asked, ends = [], []
+    for request, said in zip(requests(), plain, strict=False):
+        if len(said.ids) > 6:
+            pair = said.ids[5:7]
+            first = next(i for i in range(len(said.ids)) if said.ids[i : i + 2] == pair)
+            sampling = dataclasses.replace(request.sampling, stop=("".join(map(chr, pair)),))
+            asked.append(dataclasses.replace(request, sampling=sampling))
+            ends.append(said.ids[: first + 2])
+    assert len(asked) > 5
+    return asked, ends
 
 
 def check_same(found: list[Completion], others: list[Completion]) -> None:
@@ -86,8 +105,13 @@ def off_mixed() -> list[Completion]:
 
 @pytest.mark.parametrize("rollout", [MTP, NGRAM], ids=["mtp", "ngram"])
 def test_on_is_off(off: list[Completion], rollout: RolloutConfig) -> None:
-    found, stats = asyncio.run(said(rollout, requests()))
-    check_same(found, off)
+    asked, ends = stopped(off)
+    found, stats = asyncio.run(said(rollout, [*requests(), *asked]))
+    plain = len(requests())
+    check_same([*found[:plain], *found[plain + len(asked) :]], off)
+    for one, ids in zip(found[plain:], ends, strict=False):
+        assert (one.ids, one.finish, one.stop_text) == (ids, Finish.STOP, one.stop_text)
+        assert one.stop_text == "".join(map(chr, ids[-2:]))
     assert stats["draft_tokens"] > 0
     assert 0 <= stats["accepted_tokens"] <= stats["draft_tokens"]
     if rollout is NGRAM:  # the same greedy requests again: what was said before is drafted

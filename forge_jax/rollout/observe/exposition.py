@@ -121,6 +121,24 @@ class Exposition:
                 ("forge_tokens_per_verify", 1 + accepted / stats["drafts"], "Tokens a verify"),
             ):
                 yield _told(GaugeMetricFamily(name, words, labels=labels), self._model, value)
+            yield self._places(stats)
+        if stats.get("decode_seconds"):
+            speedup = stats["decode_seconds_undrafted"] / stats["decode_seconds"]
+            words = "Measured: seconds of decode calls without drafts over those with them"
+            family = GaugeMetricFamily("forge_speculation_speedup", words, labels=labels)
+            yield _told(family, self._model, speedup)
+
+    def _places(self, stats: Mapping[str, float]) -> Metric:
+        """Drafts accepted by their place in a verify, from 0."""
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        family = CounterMetricFamily(
+            name, "Drafted tokens accepted, by place", labels=("model_name", "position")
+        )
+        for key, count in stats.items():
+            place = key.removeprefix("accepted_tokens_")
+            if place != key:
+                family.add_metric((self._model, str(int(place) - 1)), count)
+        return family
 
     def _pages(self, stats: Mapping[str, float]) -> Metric:
         numbers = {**stats, "pages_used": stats["pages_total"] - stats["pages_free"]}
