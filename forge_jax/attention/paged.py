@@ -2,7 +2,10 @@
 
 Queries flow in with the last position that each may see, outputs and log-sum-exps flow out, so
 that parts of one context can be attended to apart and merged. Invariant: what lies beyond the
-last position that a query sees does not touch its output, as long as it is finite.
+last position that a query sees does not touch its output, as long as it is finite: its weight is
+0, and to clear it as well would be one more pass over all values in every step. What lies in an
+engine's pages is finite, as they begin with zeros and the engine stops at the first log-prob that
+is not.
 """
 
 from functools import partial

@@ -1,5 +1,6 @@
 """Laws of the host side of the engine, on a device that checks who reads and writes what."""
 
+import dataclasses
 import random
 from collections import Counter, defaultdict
 from typing import Any
@@ -265,6 +266,27 @@ def test_versions_change_at_the_boundary_and_no_new_request_reads_the_old(mode: 
     again = host.submit(texts[0], seed=1)
     host.finish()
     assert host.chunks[again][0].cached_tokens == 16
+    host.idle()
+
+
+@pytest.mark.parametrize("mode", UPDATES)
+def test_an_update_between_two_spans_of_a_prompt_starts_its_log_probs_again(mode: str) -> None:
+    cfg = dataclasses.replace(TINY, pages=70, prompt_logprobs=1, decode_steps=1)
+    host = Host(cfg)
+    for number in range(cfg.slots - 1):  # so many decode that a round reads one span
+        host.submit(np.array([2 + number], np.int32), seed=number, ignore_eos=True)
+    for _ in range(3):
+        host.round()
+    prompt = np.arange(2, 22, dtype=np.int32)
+    number = host.submit(prompt, prompt_logprobs=1, max_tokens=2)
+    host.round()
+    [stay] = [stay for stay in host.scheduler._stays.values() if stay.job.number == number]
+    assert 0 < stay.filled < stay.target
+    host.update(mode)
+    host.finish()
+    host.check()
+    told = host.chunks[number][0].prompt
+    assert (told is None) == (mode == "abort")
     host.idle()
 
 
