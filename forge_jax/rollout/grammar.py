@@ -62,8 +62,8 @@ class Grammars:
 
     @functools.cached_property
     def _vocabulary(self) -> LLTokenizer:
-        wrapped = TokenizerWrapper(_Vocabulary(self._tokenizer, self._stop_ids))
-        return LLTokenizer(wrapped, n_vocab=self._vocab, eos_token=[*self._stop_ids])
+        wrapped = TokenizerWrapper(_Vocabulary(self._tokenizer, self._vocab, self._stop_ids))
+        return LLTokenizer(wrapped, eos_token=[*self._stop_ids])
 
 
 class Matcher:
@@ -108,16 +108,19 @@ class Matcher:
 class _Vocabulary:
     """What llguidance asks of a tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int]):
+    def __init__(self, tokenizer: Tokenizer, vocab: int, stop_ids: Sequence[int]):
         self._tokenizer = tokenizer
+        count = min(tokenizer.vocab_size, vocab)
         self.eos_token_id, self.bos_token_id = stop_ids[0], None
-        self.special_token_ids = sorted({*tokenizer.control_ids, *stop_ids})
-        self.tokens = [self._bytes(index) for index in range(tokenizer.vocab_size)]
+        special = {*tokenizer.control_ids, *stop_ids}
+        self.special_token_ids = [index for index in range(count) if index in special]
+        # A stop id ends the text, even where its own bytes could be part of it.
+        self.tokens = [
+            b"<|%d|>" % index if index in special else self._bytes(index) for index in range(count)
+        ]
+        self.tokens += [b""] * (vocab - count)
 
     def _bytes(self, index: int) -> bytes:
-        # A stop id ends the text, even where its own bytes could be part of it.
-        if index in self.special_token_ids:
-            return b"<|%d|>" % index
         raw = self._tokenizer.piece(index, False)
         return b"" if raw == REPLACEMENT else raw
 

@@ -40,7 +40,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
     made.save(str(path))
     tokenizer = JsonTokenizer(Path(path))
-    return Grammars(tokenizer, tokenizer.vocab_size + 7, (1,))
+    return Grammars(tokenizer, tokenizer.vocab_size + 700, (1,))
 
 
 def allowed(matcher: Matcher) -> list[int]:

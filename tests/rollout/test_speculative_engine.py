@@ -20,7 +20,7 @@ from forge_jax.rollout.ngram import NOTHING
 from forge_jax.rollout.packets import Sampled
 from forge_jax.rollout.plans import Results
 from forge_jax.rollout.scheduler import Scheduler
-from forge_jax.types import Finish
+from forge_jax.types import Finish, Grammar
 
 OFF = RolloutConfig(slots=4, context=32, page=8, chunk=16, decode_steps=2, pages=14)
 MTP, NGRAM = (dataclasses.replace(OFF, speculate=kind, drafts=2) for kind in ("mtp", "ngram"))
@@ -36,6 +36,7 @@ def shaped() -> list[Any]:
         {"top_p": 0.6, "frequency_penalty": 0.5, "choice": 1},
         {"min_p": 0.1, "repetition_penalty": 1.3, "temperature": 0.7},
         {"stop_ids": tuple(range(0, CFG.vocab, 3)), "min_tokens": 6},
+        {"grammar": Grammar(kind="regex", text=r"[\x05-\x09]{2,4}\x0b\x0c")},
     ]
     prompts = [rng.integers(0, CFG.vocab, 9).astype(np.int32) for _ in settings]
     return [ask(p, seed=9, **s) for p, s in zip(prompts, settings, strict=True)]
@@ -86,7 +87,7 @@ async def said(
 ) -> tuple[list[Completion], dict[str, float]]:
     with ThreadPoolExecutor(1) as device:
         params = layout.init(CFG, jax.random.key(4))
-        engine = RolloutEngine(CFG, params, (), rollout, BYTES, device)
+        engine = RolloutEngine(CFG, params, (0,), rollout, BYTES, device)
         async with serving(engine):
             found = await asyncio.gather(*(complete(engine, r) for r in asked))
             again = await asyncio.gather(*(complete(engine, r) for r in asked[:4]))
