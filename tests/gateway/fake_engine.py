@@ -93,6 +93,11 @@ def text_engine(chat: Chat, *texts: str, **options) -> FakeEngine:
     return engine
 
 
+def slow(pause: float = 0.05, tokens: int = 100) -> FakeEngine:
+    """Replies so slowly that a test may do something meanwhile."""
+    return FakeEngine(lambda _: [*b"x" * tokens, 258], chunk=1, pause=pause)
+
+
 @dataclass
 class Served:
     """A running gateway and ways to talk to it."""
