@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refusals import refused
 
-from experiments.bench_attention import AttentionConfig, run, tokens_of
+from experiments.bench_attention import AttentionConfig, main, run, tokens_of
 from forge_jax.config import UserError, load
 
 ROOT = Path(__file__).parent.parent.parent
@@ -48,11 +49,12 @@ def test_the_command_prints_one_object_and_leaves_nothing_behind(tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_mistake_is_one_line_and_status_2(tmp_path: Path) -> None:
-    done = call(tmp_path, "tokens=0")
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("error: ")
-    assert "tokens=0 must be at least 1" in done.stderr
+def test_a_mistake_is_one_line_and_status_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "tokens=0 must be at least 1" in refused(main, "tokens=0")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_forest_is_a_trunk_and_its_branches() -> None:

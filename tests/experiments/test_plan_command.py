@@ -1,16 +1,14 @@
 """The plan: its JSON, what fits and what does not, what it refuses, and its closed form."""
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refused
 
-from experiments.plan import run
+from experiments.plan import main, run
 from experiments.planning import search
 from experiments.planning.config import PlanConfig, read
 from experiments.planning.measure import out_of_memory
@@ -165,16 +163,10 @@ def test_a_bad_key_is_named(tmp_path: Path, keys: dict[str, Any], named: str) ->
         run(asked(**keys), tmp_path)
 
 
-def test_the_callers_mistakes_exit_with_2(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "experiments.plan", "model=micro", "topology=v5e:2x2",
-         "context=1024", "mesh={fsdp:3}"],
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.splitlines()[-1].startswith("error: mesh fsdp=3 has 3 devices")
+def test_the_callers_mistakes_exit_with_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = refused(main, "model=micro", "topology=v5e:2x2", "context=1024", "mesh={fsdp:3}")
+    assert line.startswith("error: mesh fsdp=3 has 3 devices")
 
 
 def test_all_meshes_are_sought_and_no_other() -> None:

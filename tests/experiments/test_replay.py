@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refusals import refused
 from synthetic import accidents, agentic, make_sample
 
 from experiments import replay
@@ -218,27 +219,18 @@ def test_a_workload_that_trains_nothing_is_refused(tmp_path: Path) -> None:
         replay.replay(ReplayConfig(workload=str(path), model="micro"))
 
 
-def refused(*overrides: str) -> str:
-    """The one line of complaint of a command that exits with 2."""
-    done = command(*overrides)
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
-    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    return line
-
-
 def test_the_command_refuses_a_bad_sample_by_its_number(folder: Path) -> None:
     arrays = dict(np.load(folder / "w.npz"))
     start = int(arrays["lengths"][:4].sum())
     arrays["tokens"][start + 2] = VOCAB
     np.savez(folder / "bad.npz", **arrays)
-    line = refused(f"workload={folder / 'bad.npz'}", "model=micro")
+    line = refused(replay.main, f"workload={folder / 'bad.npz'}", "model=micro")
     assert f"sample 4: tokens[2]={VOCAB}" in line
 
 
 @pytest.mark.parametrize("override", ["speed=3", "+speed=3"])
 def test_the_command_refuses_unknown_keys(override: str) -> None:
-    assert "speed" in refused("workload=w.npz", "model=micro", override)
+    assert "speed" in refused(replay.main, "workload=w.npz", "model=micro", override)
 
 
 @pytest.mark.slow
