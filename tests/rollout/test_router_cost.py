@@ -1,7 +1,5 @@
 """The cost function against its formula, the policies beside it, and what a router knows."""
 
-import itertools
-import math
 import random
 from dataclasses import replace
 
@@ -187,11 +185,3 @@ def test_work_is_dear_where_others_come_soon() -> None:
     home, other = view("home", prefix=900, queue=2.5, busy=0.2), view("other", load=1)
     assert by_cost(call(), [home, replace(other, busy=0.0)], [], Weights()).instance == "other"
     assert by_cost(call(), [home, replace(other, busy=0.6)], [], Weights()).instance == "home"
-
-
-def test_how_busy_an_instance_is_follows_what_it_is_sent() -> None:
-    ledger, number = Ledger(slots=100, prior=Prefill(token=1e-3)), itertools.count()
-    for second in range(600):
-        ledger.sent(next(number), float(second), 300, 0.3)
-    assert ledger.busy(600.0) == pytest.approx(0.3, rel=0.02)
-    assert ledger.busy(660.0) == pytest.approx(0.3 / math.e, rel=0.02)

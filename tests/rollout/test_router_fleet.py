@@ -1,5 +1,7 @@
 """What a router knows: fitted models, who holds which prefix, and the work sent to an instance."""
 
+import itertools
+import math
 import random
 
 import pytest
@@ -99,6 +101,14 @@ def test_a_full_instance_is_waited_for_at_the_rate_at_which_calls_end() -> None:
     assert ledger.queue(8.0) == pytest.approx(1 * 8 / 2)
     ledger.ended(1, 8.0)
     assert ledger.queue(8.0) == 0.0
+
+
+def test_how_busy_an_instance_is_follows_what_it_is_sent() -> None:
+    ledger, number = Ledger(slots=100, prior=Prefill(token=1e-3)), itertools.count()
+    for second in range(600):
+        ledger.sent(next(number), float(second), 300, 0.3)
+    assert ledger.busy(600.0) == pytest.approx(0.3, rel=0.02)
+    assert ledger.busy(660.0) == pytest.approx(0.3 / math.e, rel=0.02)
 
 
 def fleet(*names: str, **priors: Link) -> Fleet:
