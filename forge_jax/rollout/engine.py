@@ -15,11 +15,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from forge_jax.config import UPDATES, RolloutConfig, UserError, check
+from forge_jax.config import UPDATES, RolloutConfig, check
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.tokenizer import Tokenizer
 from forge_jax.rollout import programs
 from forge_jax.rollout.changes import Changes
+from forge_jax.rollout.fitting import check_model
 from forge_jax.rollout.grammar import Grammars, Matcher
 from forge_jax.rollout.jobs import Job, Limits, check_asked, job_of, seed_of
 from forge_jax.rollout.keys import root_key
@@ -32,21 +33,6 @@ from forge_jax.rollout.stop import StopStrings
 from forge_jax.types import Chunk, Refused, Request, Sampling
 
 T = TypeVar("T")
-
-
-def check_model(rollout: RolloutConfig, cfg: ModelConfig) -> None:
-    """Raises UserError where an engine of these sizes cannot serve such a model."""
-    if rollout.context > cfg.max_context:
-        raise UserError(
-            f"rollout.context={rollout.context} is beyond the model's max_context={cfg.max_context}"
-        )
-    if rollout.routes and not cfg.experts:
-        raise UserError("rollout.routes=True: the model has no experts to record")
-    if rollout.modules > cfg.mtp:
-        raise UserError(
-            f"rollout.drafts={rollout.drafts} with rollout.speculate=mtp: the model has "
-            f"{cfg.mtp} prediction modules"
-        )
 
 
 class RolloutEngine:
@@ -168,6 +154,15 @@ class RolloutEngine:
     def cached_prefix(self, ids: np.ndarray) -> list[np.ndarray | None]:
         """The routes, where they are recorded, of each leading page of `ids` that is cached."""
         return self._passage.cached(ids)
+
+    def stored_prefix(self, ids: np.ndarray) -> int:
+        """How many leading pages of `ids` this engine has written to or read from the store that
+        it shares with others, under the weights that it has now."""
+        return self._passage.stored(ids)
+
+    def fetch_seconds(self, tokens: int) -> float:
+        """What fetching so many tokens from that store takes, by the fetches there were."""
+        return self._passage.fetch_seconds(tokens)
 
     async def export_prefix(self, ids: np.ndarray, start: int = 0) -> Parcel:
         """The pages of the first tokens `ids` that are cached; see `Passage.export`."""

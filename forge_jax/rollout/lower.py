@@ -62,6 +62,16 @@ class Lower:
         fetch pays."""
         self._cost.prefill = seconds_a_token
 
+    def stored(self, ids: np.ndarray) -> int:
+        """How many of the leading full pages of `ids` are known to be in the store."""
+        outlet = self._memory.outlet
+        assert outlet is not None, "renew() gives the memory one"
+        return self._tiers.stored(outlet.root, block_keys(outlet.root, ids, self._rollout.page))
+
+    def fetch_seconds(self, tokens: int) -> float:
+        """What fetching so many tokens from the store takes, as measured so far."""
+        return self._cost.seconds(tokens)
+
     def stats(self) -> Mapping[str, float]:
         return self._tiers.stats()
 

@@ -68,6 +68,14 @@ class Passage:
         """The routes, where they are recorded, of each leading page of `ids` in the tree."""
         return [node.routes for node in self._memory.tree.match(self._keys(ids))]
 
+    def stored(self, ids: np.ndarray) -> int:
+        """How many of the leading pages of `ids` are known to be in the store below."""
+        return 0 if self._lower is None else self._lower.stored(ids)
+
+    def fetch_seconds(self, tokens: int) -> float:
+        """What fetching so many tokens from the store takes; 0 where there is none."""
+        return 0.0 if self._lower is None else self._lower.fetch_seconds(tokens)
+
     async def export(self, ids: np.ndarray, start: int = 0) -> Parcel:
         """The pages of the first tokens `ids` that are in the prefix tree, from number `start`
         on, as copies on the device that are complete."""

@@ -24,7 +24,7 @@ from forge_jax.models.transformer import hidden
 from forge_jax.rl.credit import group_samples
 from forge_jax.rl.forward import StepConfig, occurrences, to_batch
 from forge_jax.rl.serving import Serving, serving
-from forge_jax.rollout.engine import check_model
+from forge_jax.rollout.fitting import check_model
 from forge_jax.sched.merge import unique_tokens
 from forge_jax.sched.pack import micro_batches
 from forge_jax.sharding import make_mesh, shardings

@@ -1,9 +1,11 @@
 """Two live engines behind a router: the tokens of one, hits that follow, faults that end once."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,8 @@ from small_engine import (
 
 from forge_jax.config import RolloutConfig
 from forge_jax.rollout.engine import RolloutEngine
-from forge_jax.rollout.router.cost import Weights
+from forge_jax.rollout.router.cost import Plan, Prefill, Weights
+from forge_jax.rollout.router.fleet import Fleet
 from forge_jax.rollout.router.live import Router, RouterConfig
 from forge_jax.types import Finish, Refused, Request
 
@@ -123,6 +126,85 @@ def test_pages_follow_a_call_to_another_engine() -> None:
         async with served(SIZES) as one:
             alone = await complete(one, mate)
         np.testing.assert_array_equal(moved, alone.ids)
+
+    asyncio.run(test())
+
+
+def test_pages_of_the_shared_store_count_at_every_engine(tmp_path: Path) -> None:
+    """An engine that never saw a prompt is chosen where the other is busy and the store has it;
+    what comes from there changes no token."""
+    sizes = replace(SIZES, store=str(tmp_path))
+
+    async def test() -> None:
+        first, _, mate, third = requests(4)
+        async with routed(RouterConfig(peers=False), sizes) as (router, engines):
+            home, other = engines.values()
+            router._fleet._ledgers["b"].sent(-1, time.monotonic(), 1000, 1e3)  # b is busy
+            for asked in (first, mate, mate, third):  # pages that are hit twice go down
+                await complete(router, asked)
+            assert home.stats()["requests_submitted"] == 4
+            async with asyncio.timeout(PATIENCE):
+                while home.stored_prefix(mate.prompt) < 3:
+                    await asyncio.sleep(0.01)
+            assert len(other.cached_prefix(mate.prompt)) == 0
+            router._fleet._ledgers["b"].ended(-1, time.monotonic())
+            router._fleet._ledgers["a"].sent(-1, time.monotonic(), 1000, 1e3)
+            router._fleet._ledgers["b"]._fit.model = Prefill(token=1.0)  # so that fetching pays
+            chunks = [chunk async for chunk in router.generate(mate)]
+            assert chunks[0].cached_tokens == 3 * PAGE
+            assert other.stats()["tier_store_hits"] == 3
+            assert router.stats()["router_tokens_fetched"] == 3 * PAGE
+            assert router._fleet._inbound["b"]._moving == 0
+            moved = np.concatenate([chunk.ids for chunk in chunks])
+            await router.swap(1, weights(1))
+            assert home.stored_prefix(mate.prompt) == other.stored_prefix(mate.prompt) == 0
+            router._fleet._ledgers["a"].ended(-1, time.monotonic())
+        async with served(SIZES) as one:
+            alone = await complete(one, mate)
+        np.testing.assert_array_equal(moved, alone.ids)
+
+    asyncio.run(test())
+
+
+def test_a_live_router_decides_as_its_events_say() -> None:
+    """What it was told, told to the object that the simulator drives, gives the same plans."""
+    told: list[tuple[str, tuple[Any, ...], Any]] = []
+
+    class Recording(Fleet):
+        def decide(self, *args: Any) -> Plan:
+            told.append(("decide", args, super().decide(*args)))
+            return told[-1][2]
+
+        def sent(self, *args: Any) -> None:
+            told.append(("sent", args, super().sent(*args)))
+
+        def fetched(self, *args: Any) -> None:
+            told.append(("fetched", args, super().fetched(*args)))
+
+        def first(self, *args: Any) -> None:
+            told.append(("first", args, super().first(*args)))
+
+        def ended(self, *args: Any) -> None:
+            told.append(("ended", args, super().ended(*args)))
+
+        def renewed(self) -> None:
+            told.append(("renewed", (), super().renewed()))
+
+    async def test() -> None:
+        async with routed() as (router, _):
+            live, made = router._fleet, []
+            for kind in (Recording, Fleet):
+                fleet = kind(live._policy, live._weights, live._priors)
+                for name in live.names:
+                    fleet.add(name, SIZES.slots)
+                made.append(fleet)
+            router._fleet, again = made
+            await all_of(router, requests(16))
+            await router.swap(1, weights(1))
+            await all_of(router, requests(8))
+        assert [kind for kind, _, _ in told].count("decide") == 24
+        for kind, args, gave in told:
+            assert getattr(again, kind)(*args) == gave
 
     asyncio.run(test())
 

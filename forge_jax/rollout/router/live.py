@@ -23,12 +23,13 @@ from forge_jax.rollout.keys import block_keys, root_key
 from forge_jax.rollout.moving import Parcel
 from forge_jax.rollout.router.baselines import POLICIES
 from forge_jax.rollout.router.cost import Call, Link, Plan, Weights
-from forge_jax.rollout.router.fleet import Fleet, Priors
+from forge_jax.rollout.router.fleet import STORE, Fleet, Priors
 from forge_jax.rollout.router.index import Block
 from forge_jax.types import Chunk, Engine, Refused, Request
 
 LOG = logging.getLogger(__name__)
 PEER = Link(latency=2e-3, token=2e-6)  # before any transfer was seen
+SHARED = Link(latency=5e-3, token=4e-6)  # of the store
 # Numbers of `stats()` that do not add up over engines, by how their names begin.
 MEANS = ("slot_utilisation", "programs_traced", "tokens_per_verify", "acceptance_", "speedup_")
 LEASTS = ("weight_version",)
@@ -43,6 +44,10 @@ class Member(Engine, Protocol):
     def stats(self) -> Mapping[str, float]: ...
 
     def cached_prefix(self, ids: np.ndarray) -> list[np.ndarray | None]: ...
+
+    def stored_prefix(self, ids: np.ndarray) -> int: ...
+
+    def fetch_seconds(self, tokens: int) -> float: ...
 
     async def warm_up(self) -> None: ...
 
@@ -85,7 +90,9 @@ class Router:
         self._page = rollout.page
         self._seed = seed
         self._requests = itertools.count()
-        priors = Priors(peer=PEER if cfg.peers else None)
+        priors = Priors(
+            store=None if rollout.store is None else SHARED, peer=PEER if cfg.peers else None
+        )
         self._fleet = Fleet(POLICIES[cfg.policy], cfg.weights, priors)
         for name in self._engines:
             self._fleet.add(name, rollout.slots)
@@ -170,25 +177,44 @@ class Router:
         # A prompt whose log-probs are asked for is computed whole.
         reads = ids if request.sampling.prompt_logprobs is None else ids[:0]
         held = {name: self._held(self._engines[name], reads) for name in self._fleet.names}
+        # Pages of one store, so what one engine has put there the others find.
+        held[STORE] = self._page * max(
+            self._engines[name].stored_prefix(ids) for name in self._fleet.names
+        )
         plan = self._fleet.decide(call, blocks, held, now)
         self._fleet.sent(call, blocks, plan, now)
         return plan
 
     async def _at(self, number: int, plan: Plan, request: Request) -> AsyncGenerator[Chunk, None]:
         sent, first = time.monotonic(), True
-        if plan.source is not None:
+        engine = self._engines[plan.instance]
+        comes = plan.source == STORE  # the engine fetches for itself while the request waits
+        before = self._held(engine, request.prompt)
+        if plan.source is not None and not comes:
             await self._fetch(plan, request.prompt)
         waited = time.monotonic() - sent
-        engine = self._engines[plan.instance]
         # An engine's iterator can be closed: that is how a request is aborted.
         chunks = cast("AsyncGenerator[Chunk, None]", engine.generate(request))
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                if first:
-                    queued = waited + chunk.queue_seconds
-                    self._fleet.first(number, time.monotonic(), queued, chunk.cached_tokens)
-                    first = False
-                yield chunk
+        try:
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    if first:
+                        queued = waited + chunk.queue_seconds
+                        self._fleet.first(number, time.monotonic(), queued, chunk.cached_tokens)
+                        first = False
+                        if comes:
+                            comes = False
+                            self._came(plan, engine, chunk.cached_tokens - before)
+                    yield chunk
+        finally:
+            if comes:
+                self._came(plan, engine, 0)
+
+    def _came(self, plan: Plan, engine: Member, tokens: int) -> None:
+        """What was to come from the store is there, or will not come."""
+        brought = max(tokens, 0)
+        self._fetched += brought
+        self._fleet.fetched(plan, time.monotonic(), brought, engine.fetch_seconds(brought))
 
     async def _fetch(self, plan: Plan, ids: np.ndarray) -> None:
         """Moves pages while the request waits. Where that fails, or the weights change meanwhile,

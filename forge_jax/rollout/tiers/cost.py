@@ -28,6 +28,10 @@ class FetchCost:
             if tokens:
                 self.moving += NEW_SHARE * (rest / tokens - self.moving)
 
+    def seconds(self, tokens: int) -> float:
+        """What fetching so many tokens takes."""
+        return self.latency + self.moving * tokens
+
     def pays(self, tokens: int) -> bool:
         """Fetching so many tokens is faster than computing them."""
         return tokens * (self.prefill - self.moving) > self.latency

@@ -61,6 +61,13 @@ class Tiers:
         held = self._host is not None and name in self._host
         return not held or (hot and self._store is not None)
 
+    def stored(self, root: bytes, keys: Sequence[bytes]) -> int:
+        """How many of `keys` from the first on this engine has seen in the store."""
+        store = self._store
+        if store is None:
+            return 0
+        return next((i for i, key in enumerate(keys) if not store.has(root, key)), len(keys))
+
     def at_hand(self, root: bytes, keys: Sequence[bytes]) -> list[Page]:
         """The pages in host memory of the longest run of `keys` from the first on."""
         names = [(root, key) for key in keys]
