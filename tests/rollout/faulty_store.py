@@ -1,6 +1,7 @@
 """Key-value stores that fail on purpose, and pages to put into them."""
 
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,8 @@ class Faulty:
     read_error: Exception | None = None
     write_error: Exception | None = None
     silent: bool = False  # neither reads nor writes ever end
+    delay: float = 0.0  # seconds until what is read is there
+    gate: threading.Event | None = None  # set once it may be
     cut: int = 0  # bytes that are missing at the end of what is read
     flip: int | None = None  # place of a byte that is read wrongly
     reads: int = 0
@@ -41,8 +44,10 @@ class Faulty:
             if self.flip is not None:
                 damaged[self.flip % len(damaged)] ^= 0x10
             value = bytes(damaged[: len(damaged) - self.cut])
-            return Done(Read("value", value, found.stamp))
-        return Done(found)
+            found = Read("value", value, found.stamp)
+        if self.gate is not None:
+            return Gated(found, self.gate)
+        return Late(found, self.delay) if self.delay else Done(found)
 
     def write(self, key: str, value: bytes | None, if_equal: bytes | None = None) -> Any:
         self.writes += 1
@@ -80,6 +85,27 @@ class Done:
 
     def cancel(self) -> bool:
         return False
+
+
+@dataclass
+class Late(Done):
+    delay: float
+
+    def result(self, timeout: float | None = None) -> Any:
+        time.sleep(self.delay if timeout is None else min(self.delay, timeout))
+        if timeout is not None and timeout < self.delay:
+            raise TimeoutError
+        return self.value
+
+
+@dataclass
+class Gated(Done):
+    gate: threading.Event
+
+    def result(self, timeout: float | None = None) -> Any:
+        if not self.gate.wait(timeout):
+            raise TimeoutError
+        return self.value
 
 
 @dataclass

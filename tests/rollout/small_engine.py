@@ -48,16 +48,21 @@ class Digits(ByteTokenizer):
         return b"%03d" % index
 
 
-@cache
 def weights(seed: int = 0) -> Any:
-    """Fresh stacked parameters, drawn by numpy, which compiles nothing."""
+    """Stacked parameters of the small model."""
+    return weights_of(SMALL, seed)
+
+
+@cache
+def weights_of(cfg: ModelConfig, seed: int) -> Any:
+    """Stacked parameters, drawn by numpy, which compiles nothing."""
     rng = np.random.default_rng(seed)
 
     def draw(p: Param) -> jax.Array:
         scale = rng.normal(0, p.std, p.shape) if p.std else np.ones(p.shape)
         return jax.device_put(scale.astype(np.float32))
 
-    return jax.tree.map(draw, layout(SMALL), is_leaf=is_param)
+    return jax.tree.map(draw, layout(cfg), is_leaf=is_param)
 
 
 @asynccontextmanager
@@ -141,11 +146,13 @@ def _logits(params: Any, tokens: Any, cfg: ModelConfig) -> Any:
     return logits(params, hidden(params, tokens, order, attend, cfg)[0], cfg)
 
 
-def teacher_logits(params: Any, tokens: list[int], context: int = WIDE.context) -> np.ndarray:
+def teacher_logits(
+    params: Any, tokens: list[int], context: int = WIDE.context, cfg: ModelConfig = SMALL
+) -> np.ndarray:
     """f32[T, V]: logits after each token, all tokens read at once."""
     padded = np.zeros(context, np.int32)
     padded[: len(tokens)] = tokens
-    return np.asarray(_logits(params, padded, SMALL))[: len(tokens)]
+    return np.asarray(_logits(params, padded, cfg))[: len(tokens)]
 
 
 def log_softmax(x: np.ndarray) -> np.ndarray:

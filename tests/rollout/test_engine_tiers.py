@@ -1,6 +1,7 @@
 """An engine above host memory and a store: what it reads there changes no token."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -144,6 +145,31 @@ def test_nothing_of_older_weights_comes_back(tmp_path: Path, store: bool) -> Non
         assert (await settled(engine))["tier_host_pages"] == 0
         assert engine.stats()["tier_invalidated"] > 0
         found, cached = await told(engine, prompt(1))
+        assert cached == 0
+        assert same(found, cold)
+        assert found.versions == [1] * len(found.ids)
+
+    run(rollout, body)
+
+
+def test_pages_that_come_after_an_update_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    faulty = Faulty()
+    monkeypatch.setattr(lower, "open_store", lambda location: (faulty, 0.0))
+    monkeypatch.setattr(lower, "Patience", lambda: Patience(base=60.0))
+    rollout = replace(PLAIN, store="faulty")
+    newer = jax.tree.map(lambda x: x * 1.5, weights())
+    cold = run(PLAIN, lambda engine: told(engine, prompt(1)), newer)[0]
+    run(rollout, warm)
+    faulty.gate, before = threading.Event(), faulty.reads
+
+    async def body(engine: RolloutEngine) -> None:
+        coming = asyncio.create_task(told(engine, prompt(1)))
+        while faulty.reads == before:
+            await asyncio.sleep(0.001)
+        await engine.swap(1, newer)
+        assert faulty.gate is not None
+        faulty.gate.set()
+        found, cached = await coming
         assert cached == 0
         assert same(found, cold)
         assert found.versions == [1] * len(found.ids)
