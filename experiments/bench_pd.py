@@ -16,6 +16,7 @@ is seen is only that no token waits for a chunk to end.
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -68,8 +69,10 @@ class BenchConfig:
     @property
     def rollout(self) -> RolloutConfig:
         context = -(-(self.prompt + self.new_tokens) // self.chunk) * self.chunk
+        meshes = (self.together, self.mesh, self.prefill)
+        places = math.lcm(*(mesh.places * mesh.context for mesh in meshes))
         return RolloutConfig(
-            slots=self.streams + 1,
+            slots=-(-(self.streams + 1) // places) * places,
             context=context,
             page=64,
             chunk=self.chunk,

@@ -48,6 +48,7 @@ class Sizes:
     context: int | None = None
     page: int = 16
     pages: int | None = None
+    places: int | None = None
     chunk: int = 256
     prefix_cache: bool = True
     deterministic: bool = False
@@ -73,6 +74,7 @@ class Sizes:
             context=context,
             page=self.page,
             pages=self.pages,
+            places=self.places,
             chunk=self.chunk,
             prefix_cache=self.prefix_cache,
             deterministic=self.deterministic,

@@ -31,6 +31,7 @@ class Cut:
     tensor: Axes = ()  # heads, hidden units and vocabulary; tokens are the same on all ranks
     expert: Axes = ()  # experts; each rank has tokens of its own
     spread: Mesh | None = None
+    rows: Axes = ()  # of `spread`, over which rows are dealt out where weights leave them free
 
 
 UNCUT = Cut()

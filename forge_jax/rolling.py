@@ -18,8 +18,9 @@ class RolloutConfig:
     slots: int = 64  # sequences decoded at once
     context: int = 64  # tokens a sequence may have, prompt included
     page: int = 16  # tokens of a page of keys and values
-    pages: int | None = None  # of all sequences and of what is cached; null: see `pool_pages`
-    chunk: int = 256  # tokens of a prefill call
+    pages: int | None = None  # of all sequences and of what is cached; null: see `place_pages`
+    places: int | None = None  # that slots and pages are dealt to; null: those of the mesh
+    chunk: int = 256  # tokens of a prefill call at every place
     decode_steps: int = 4  # tokens decoded per device call
     dtype: str | None = None  # of the engine's copy of the weights; null: as they are given
     routes: bool = False  # record which experts every token uses, for training to replay
@@ -41,10 +42,16 @@ class RolloutConfig:
         for name in ("slots", "context", "page", "chunk", "decode_steps"):
             check(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive")
         check(self.chunk % self.page == 0, f"chunk={self.chunk} must be whole pages of {self.page}")
-        least = self.sequence_pages + 1
+        check(self.dealt >= 1, f"places={self.places} must be at least 1")
         check(
-            self.pages is None or self.pages > least,
-            f"pages={self.pages} must be above {least}, for one sequence and for padding",
+            self.slots % self.dealt == 0,
+            f"slots={self.slots} must be a multiple of places={self.places}",
+        )
+        least, each = self.sequence_pages + 1, "" if self.dealt == 1 else " at every place"
+        check(
+            self.place_pages > least,
+            f"pages={self.pages} must be above {least * self.dealt}, for one sequence and for "
+            f"padding{each}",
         )
         check(self.host_pages >= 0, f"host_pages={self.host_pages} must be >= 0")
         check(
@@ -79,12 +86,27 @@ class RolloutConfig:
         return -(-self.context // self.page)
 
     @property
-    def pool_pages(self) -> int:
-        """Pages there are; where `pages` is null as many as all slots can fill, half as many again
-        for what is cached, and one that padding is written to."""
+    def dealt(self) -> int:
+        """Places that slots and pages are dealt to; one until the mesh is known."""
+        return 1 if self.places is None else self.places
+
+    @property
+    def place_slots(self) -> int:
+        """Slots of a place."""
+        return self.slots // self.dealt
+
+    @property
+    def place_pages(self) -> int:
+        """Pages of a place; where `pages` is null as many as its slots can fill, half as many
+        again for what is cached, and one that padding is written to."""
         if self.pages is not None:
-            return self.pages
-        return (3 * self.slots * self.sequence_pages + 1) // 2 + 2
+            return -(-self.pages // self.dealt)
+        return (3 * self.place_slots * self.sequence_pages + 1) // 2 + 2
+
+    @property
+    def pool_pages(self) -> int:
+        """Pages there are at all places."""
+        return self.dealt * self.place_pages
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -104,5 +126,6 @@ class RolloutConfig:
 
     @property
     def bundle(self) -> int:
-        """Slots that may read a common prefix together: a power of two that divides them all."""
-        return math.gcd(self.slots, 8)
+        """Slots that may read a common prefix together: a power of two that divides those of a
+        place."""
+        return math.gcd(self.place_slots, 8)

@@ -21,6 +21,9 @@ AXES = ("slice", "data", "fsdp", "expert", "context", "tensor")
 # Over these the micro-batches of a step are dealt out, over "context" the tokens of each.
 PLACES = ("slice", "data", "fsdp", "expert")
 WORK = (*PLACES, "context")
+# Rows of the rollout engine are dealt out over all of these; over those but the last one a rank's
+# tokens still lie together, as experts want them.
+ROWS = ("slice", "data", "fsdp", "context", "expert")
 
 # Logical axis -> mesh axes. All ranks with tokens of their own, but for those of "data" and
 # "slice", share the weights: each keeps a part and is lent the others layer by layer (ZeRO-3,
@@ -110,6 +113,11 @@ def mesh_of(arrays: Any) -> Mesh | None:
     where = first.sharding if isinstance(first, jax.Array) else None
     mesh = where.mesh if isinstance(where, NamedSharding) else None
     return mesh if isinstance(mesh, Mesh) and mesh.size > 1 else None
+
+
+def rows_over(mesh: Mesh | None) -> tuple[str, ...]:
+    """The axes of `mesh`, of more than one device, over which rows of the engine are dealt out."""
+    return () if mesh is None else tuple(axis for axis in ROWS if mesh.shape[axis] > 1)
 
 
 def cuts(param: Param, mesh: Mesh) -> tuple[tuple[str, ...], ...]:

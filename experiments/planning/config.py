@@ -74,7 +74,7 @@ def sequences(cfg: PlanConfig, topology: Topology) -> int:
 
 def slots(cfg: PlanConfig, topology: Topology) -> int:
     """Sequences decoded at once."""
-    return cfg.slots or max(1, topology.chips // CHIPS)
+    return cfg.slots or topology.devices
 
 
 def read(mapping: dict[str, Any]) -> PlanConfig:

@@ -1,8 +1,8 @@
 """A step of decoding: one token for every slot, with pages full up to a context.
 
 A model, a mesh and a plan go in; the engine's program, traced, and its closed form come out. The
-compiler cuts the program over the mesh, by how weights and pages lie: heads over "tensor". Every
-place of the mesh has all pages, and attends to them for all slots.
+compiler cuts the program over the mesh, by how weights and pages lie: heads over "tensor", slots
+and their pages over all other axes.
 """
 
 import math
@@ -47,13 +47,14 @@ def programs(
     )
     params = {**stacked, "layers": (abstract.one_layer(stacked["layers"]),) * model.layers}
     count, where = slots(cfg, topology), stacked["embed"].sharding
-    rollout = RolloutConfig(slots=count, context=cfg.context, page=PAGE, chunk=PAGE)
+    places = sizes.places * sizes.context
+    rollout = RolloutConfig(slots=count, context=cfg.context, page=PAGE, chunk=PAGE, places=places)
     own = rollout.sequence_pages
-    shape = packets.DecodeShape(rows=count, shared=0, own=own, steps=1, drafts=0)
+    shape = packets.DecodeShape(rows=count, shared=0, own=own, steps=1, drafts=0, places=places)
     pages = jax.ShapeDtypeStruct(
-        (count * own + 1, model.kv_heads, PAGE, model.head_dim),
+        ((rollout.place_slots * own + 1) * places, model.kv_heads, PAGE, model.head_dim),
         jnp.dtype(cfg.dtype),
-        sharding=pool_sharding(where, model),
+        sharding=pool_sharding(where, model, places),
     )
     packet = packets.pack_decode([], [], shape, rollout)
     states, packed = jax.tree.map(
@@ -93,7 +94,7 @@ def rough(
     stored = sum(weight.stored for weight in of.weights) * of.bytes
     come = sum(weight.used * weight.layers - weight.stored for weight in lent) * of.bytes
     cache = 2 * share.here * model.layers * of.kv_heads * cfg.context * model.head_dim * of.bytes
-    logits = share.here * model.vocab / sizes.tensor * estimate.WIDE
+    logits = share.rows * model.vocab / sizes.tensor * estimate.WIDE
     whole = max((weight.used for weight in lent), default=0.0) * of.bytes
     memory = {"weights": stored, "cache": cache, "working": whole + 4 * logits}
     sent: dict[Sent, float] = defaultdict(float)
@@ -112,7 +113,8 @@ def rough(
 class Share(NamedTuple):
     """The slots that a device has to do with."""
 
-    here: float  # whose pages it reads: all of them
+    here: float  # whose pages it reads
+    rows: float  # whose streams it has a part of the width of
     routed: float  # whose tokens go over its experts
     width: Axes  # along which the model's width is cut: of weights, so of streams
 
@@ -121,11 +123,15 @@ def dealt(
     model: ModelConfig, mesh: Mesh, sizes: MeshConfig, cfg: PlanConfig, topology: Topology
 ) -> Share:
     """How the engine deals slots out: see `pool_sharding`, `transformer.block` and `moe`."""
-    count = slots(cfg, topology)
+    count, places = slots(cfg, topology), sizes.places * sizes.context
     [width] = cuts(Param((model.embed,), ("embed",), 0.0), mesh)
-    apart = sizes.places // sizes.expert * sizes.context
-    routed = count / apart if count % apart == 0 else float(count)
-    return Share(here=float(count), routed=routed, width=width)
+    together = math.prod(mesh.shape[axis] for axis in width)
+    return Share(
+        here=count / places,
+        rows=count * together / places,
+        routed=count * sizes.expert / places,
+        width=width,
+    )
 
 
 def _lent(weight: estimate.Weight, model: ModelConfig) -> bool:
@@ -137,16 +143,19 @@ def _collectives(
 ) -> Iterator[tuple[str, Axes, float, bool]]:
     """Kind, axes, and bytes of the whole of each array, and whether it is of weights: large ones.
 
-    Streams are cut as the width of the weights is. Products of parts are summed over it.
+    Streams are cut as the width of the weights is. Products of parts are summed over it, and what
+    places attended to is gathered.
     """
     m, b = of.model, of.bytes
-    part = share.here * m.embed / of.ranks(*share.width)
+    part = share.rows * m.embed / of.ranks(*share.width)
     made = (of.heads + 2 * of.kv_heads) * m.head_dim * m.layers * b
     made += 0 if m.experts else 2 * m.ffn / sizes.tensor * m.layers * b
     made += m.vocab / sizes.tensor * estimate.WIDE
-    yield "psum", share.width, share.here * made, False
+    yield "psum", share.width, share.rows * made, False
+    attended = share.rows * of.heads * m.head_dim * m.layers * b
+    yield "all_gather", share.width, attended, False
     sampled = 2 * math.sqrt(m.vocab) * estimate.WIDE  # a block of the vocabulary: see `sample`
-    yield "psum", ("tensor",), share.here * sampled, False
+    yield "psum", ("tensor",), share.rows * sampled, False
     yield "psum", ("tensor",), part * b * (1 + (1 if m.experts else 2) * m.layers), False
     if not m.experts:
         return
@@ -169,7 +178,7 @@ def _products(of: estimate.Sizes, share: Share, sizes: MeshConfig) -> float:
         if weight.name in ("q", "k", "v", "o")
         or (weight.name in estimate.EXPERTS and not m.experts)
     )
-    linear = 2 * share.here * (dense + of.top / of.ranks(*share.width))
+    linear = 2 * share.rows * (dense + of.top / of.ranks(*share.width))
     if not m.experts:
         return attention + linear
     rows = math.ceil(share.routed * m.experts_per_token / ROWS) * ROWS

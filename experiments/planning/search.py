@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.planning.config import PlanConfig
+from experiments.planning.config import PlanConfig, slots
 from experiments.planning.roofline import Seconds
 from experiments.planning.topology import Topology
 from forge_jax.config import MeshConfig, UserError
@@ -44,7 +44,7 @@ def meshes(model: ModelConfig, topology: Topology, cfg: PlanConfig) -> list[Mesh
         MeshConfig(slice=topology.slices, **dict(zip(INSIDE, sizes, strict=True)))
         for sizes in _products(topology.devices // topology.slices, len(INSIDE))
     ]
-    kept = [sizes for sizes in found if not refusal(sizes, model, cfg)]
+    kept = [sizes for sizes in found if not refusal(sizes, model, topology, cfg)]
     if not model.experts:  # what "expert" cuts then, "fsdp" does
         kept = [sizes for sizes in kept if sizes.expert == 1]
     if not kept:
@@ -52,10 +52,15 @@ def meshes(model: ModelConfig, topology: Topology, cfg: PlanConfig) -> list[Mesh
     return kept
 
 
-def refusal(sizes: MeshConfig, model: ModelConfig, cfg: PlanConfig) -> str | None:
+def refusal(
+    sizes: MeshConfig, model: ModelConfig, topology: Topology, cfg: PlanConfig
+) -> str | None:
     """Why a mesh cannot be, in the words of its keys; None where it can."""
     if sizes.context > cfg.context:
         return f"mesh.context={sizes.context} is more than context={cfg.context}"
+    places, count = sizes.places * sizes.context, slots(cfg, topology)
+    if cfg.what == "decode" and count % places:
+        return f"slots={count} must be a multiple of the mesh's {places} places"
     return ranks.refusal(model, vars(sizes))
 
 
@@ -68,7 +73,7 @@ def check(sizes: MeshConfig, model: ModelConfig, topology: Topology, cfg: PlanCo
             f"mesh {said or 'of 1'} has {devices} devices in {sizes.slice} slices; "
             f"{topology.name} has {topology.devices} in {topology.slices}"
         )
-    refused = refusal(sizes, model, cfg)
+    refused = refusal(sizes, model, topology, cfg)
     if refused:
         raise UserError(refused)
 

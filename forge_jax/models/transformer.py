@@ -172,10 +172,13 @@ def _beside_weights(h: Float[Array, "... T E"], cut: Cut) -> Array:
     if cut.spread is None:
         return h
     [axes] = cuts(Param(h.shape[-1:], ("embed",), 0.0), cut.spread)
-    if not axes:
+    rows = tuple(axis for axis in cut.rows if axis not in axes)
+    if not axes and not rows:
         return h
-    tokens = (jax.P.UNCONSTRAINED,) * (h.ndim - 1)
-    return jax.lax.with_sharding_constraint(h, NamedSharding(cut.spread, jax.P(*tokens, axes)))
+    free = jax.P.UNCONSTRAINED
+    tokens = (rows or free, *(free,) * (h.ndim - 2))
+    where = NamedSharding(cut.spread, jax.P(*tokens, axes or None))
+    return jax.lax.with_sharding_constraint(h, where)
 
 
 def _qk_norm(

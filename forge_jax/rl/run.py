@@ -34,7 +34,7 @@ from forge_jax.rl.report import Reporter, progress, write_whole
 from forge_jax.rl.serving import Serving, serving
 from forge_jax.rl.start import Start, beginning, prepared, step_config
 from forge_jax.rl.state import TrainState
-from forge_jax.rollout.fitting import check_model
+from forge_jax.rollout.fitting import check_model, over_places
 from forge_jax.sched.pool import Pool
 from forge_jax.sched.split import forest_of
 from forge_jax.sched.window import WindowedFifo
@@ -66,6 +66,7 @@ def train(
     """
     began, model = time.monotonic(), prepared(cfg, model)
     check_model(cfg.rollout, model.cfg)
+    over_places(cfg.rollout, cfg.mesh.places * cfg.mesh.context)  # said before the warm start
     with (
         closing(Checkpoints(folder / "checkpoints")) as checkpoints,
         progress(Console(stderr=True)) as bars,

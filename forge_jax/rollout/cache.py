@@ -16,23 +16,22 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jaxtyping import Array, Float, Int
 
-from forge_jax.attention.paged import gathered_attention, merge, paged_attention, view
+from forge_jax.attention.paged import gathered_attention, merge, view
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.transformer import Attend
+from forge_jax.rollout.access import HEADS, PAGES, ROWS, Access, Pool, cut_heads
 from forge_jax.rollout.packets import SCRATCH
-from forge_jax.sharding import RULES
-
-Pool = tuple[tuple[Array, Array], ...]
+from forge_jax.sharding import rows_over
 
 
-def pool_sharding(like: Sharding, cfg: ModelConfig) -> Sharding:
+def pool_sharding(like: Sharding, cfg: ModelConfig, places: int = 1) -> Sharding:
     """Where a pool lives, given where a parameter does: kv heads are cut as their weights, and
-    every place of the mesh has all pages."""
+    pages are dealt to `places`, all of the mesh's or one."""
     if not isinstance(like, NamedSharding):
         return like
-    [axis] = RULES["kv_heads"]
-    heads = axis if cfg.kv_heads % like.mesh.shape[axis] == 0 else None
-    return NamedSharding(like.mesh, jax.P(None, heads))
+    assert isinstance(like.mesh, Mesh)
+    rows = None if places == 1 else rows_over(like.mesh)
+    return NamedSharding(like.mesh, jax.P(rows, cut_heads(cfg.kv_heads, like.mesh)))
 
 
 def empty_pool(
@@ -42,7 +41,7 @@ def empty_pool(
     shape = (pages, cfg.kv_heads, page, cfg.head_dim)
 
     def zeros() -> Array:
-        return jax.device_put(jnp.zeros(shape, dtype), sharding, may_alias=False)
+        return jnp.zeros(shape, dtype, device=sharding)  # nowhere whole
 
     return tuple((zeros(), zeros()) for _ in range(cfg.layers + modules))
 
@@ -62,30 +61,39 @@ def written(
 
 
 def prefill_attend(
-    table: Int[Array, "R C"],
-    position: Int[Array, "R T"],
-    real: Array,
-    page: int,
-    attention: str = "xla",
-    mesh: Mesh | None = None,
+    table: Int[Array, "R C"], position: Int[Array, "R T"], real: Array, access: Access
 ) -> Attend:
     """Attention of R spans of tokens over all of their sequences up to themselves.
 
-    Keys and values of tokens that are `real`, bool[R, T], go to the pages of the tables. What
-    `attention` is, see `paged_attention`.
+    Keys and values of tokens that are `real`, bool[R, T], go to the pages of the tables.
     """
+    return _at_places(partial(_prefill_attend, access=access), (table, position, real), access)
+
+
+def _at_places(make: Callable[..., Attend], given: tuple[Any, ...], access: Access) -> Attend:
+    """What `make` makes of `given`, rows first, for every place by itself."""
+    if access.places == 1:
+        return make(*given)
+
+    def attend(q: Array, k: Array, v: Array, layer: Any) -> tuple[Array, Any]:
+        def here(given: Any, q: Array, k: Array, v: Array, layer: Any) -> tuple[Array, Any]:
+            return make(*given)(q, k, v, layer)
+
+        ins, kv_heads = (ROWS, HEADS, HEADS, HEADS, PAGES), k.shape[2]
+        return access.each(here, ins, (HEADS, PAGES), kv_heads)(given, q, k, v, layer)
+
+    return attend
+
+
+def _prefill_attend(table: Array, position: Array, real: Array, access: Access) -> Attend:
+    page = access.page
     index = jnp.where(real, position // page, 0)
     target = jnp.where(real, jnp.take_along_axis(table, index, axis=1), SCRATCH)
     last = jnp.where(real, position, -1)
 
     def attend(q: Array, k: Array, v: Array, layer: tuple[Array, Array]) -> tuple[Array, Any]:
         layer = written(layer, (k, v), target, position % page)
-        scale = 1 / math.sqrt(q.shape[-1])
-        over_pages = (
-            _over_heads(mesh, layer[0], scale)
-            if attention == "pallas"
-            else partial(paged_attention, scale=scale)
-        )
+        over_pages = access.over_pages(layer[0], 1 / math.sqrt(q.shape[-1]))
         o, _ = over_pages(q, *layer, table, last)
         return o.astype(q.dtype), layer
 
@@ -117,9 +125,13 @@ def before_own(tables: Tables, page: int) -> Int[Array, " B"]:
     return jnp.repeat(tables.pages, rows) * page
 
 
-def opened(pool: Pool, tables: Tables) -> tuple[Views, ...]:
+def opened(pool: Pool, tables: Tables, access: Access) -> tuple[Views, ...]:
     """Copies of the pages that a decode call reads, taken once for all of its steps."""
+    kv_heads = pool[0][0].shape[1]
+    return access.each(_opened, (PAGES, ROWS), PAGES, kv_heads)(pool, tables)
 
+
+def _opened(pool: Pool, tables: Tables) -> tuple[Views, ...]:
     def pair(layer: tuple[Array, Array], table: Array) -> tuple[Array, Array]:
         keys, values = layer
         return jnp.swapaxes(view(keys, table), 2, 3), view(values, table)
@@ -132,9 +144,21 @@ def opened(pool: Pool, tables: Tables) -> tuple[Views, ...]:
 
 
 def closed(
-    pool: Pool, views: tuple[Views, ...], tables: Tables, first: Int[Array, " B"], count: int
+    pool: Pool,
+    views: tuple[Views, ...],
+    tables: Tables,
+    first: Int[Array, " B"],
+    count: int,
+    access: Access,
 ) -> Pool:
     """The pool with what `count` positions of every own view hold from `first` on."""
+    ins, kv_heads = (PAGES, PAGES, ROWS, ROWS), pool[0][0].shape[1]
+    return access.each(partial(_closed, count=count), ins, PAGES, kv_heads)(
+        pool, views, tables, first
+    )
+
+
+def _closed(pool: Pool, views: tuple[Views, ...], tables: Tables, first: Array, count: int) -> Pool:
     page = pool[0][0].shape[2]
     index = first[:, None] + jnp.arange(count, dtype=jnp.int32)[None]  # [B, count]
     inside = index < tables.own.shape[1] * page
@@ -152,13 +176,13 @@ def closed(
     return tuple(one(layer, seen) for layer, seen in zip(pool, views, strict=True))
 
 
-def decode_attend(position: Int[Array, "B T"], tables: Tables, page: int) -> Attend:
+def decode_attend(position: Int[Array, "B T"], tables: Tables, access: Access) -> Attend:
     """A window of T new tokens a row over their sequences up to themselves.
 
     Tokens behind the pages of a row, which only drafts can be, are not written. What a bundle
     shares is read once for all of its rows, as in cascade inference.
     """
-    bundles = len(tables.pages)
+    bundles, page = len(tables.pages), access.page
     index = position - before_own(tables, page)[:, None]
     mode = "promise_in_bounds" if position.shape[1] == 1 else "drop"
 
@@ -184,11 +208,9 @@ def decode_attend(position: Int[Array, "B T"], tables: Tables, page: int) -> Att
     return attend
 
 
-def direct_attend(
-    position: Int[Array, "B T"], tables: Tables, page: int, mesh: Mesh | None
-) -> Attend:
+def direct_attend(position: Int[Array, "B T"], tables: Tables, access: Access) -> Attend:
     """`decode_attend` over the pages themselves, by the kernel that reads them where they are."""
-    bundles = len(tables.pages)
+    bundles, page = len(tables.pages), access.page
     index = position - before_own(tables, page)[:, None]
     inside = index < tables.own.shape[1] * page
     target = jnp.take_along_axis(tables.own, jnp.where(inside, index // page, 0), axis=1)
@@ -196,7 +218,7 @@ def direct_attend(
 
     def attend(q: Array, k: Array, v: Array, layer: tuple[Array, Array]) -> tuple[Array, Any]:
         rows, queries, heads, dim = q.shape
-        kernel = _over_heads(mesh, layer[0], 1 / math.sqrt(dim))
+        kernel = access.over_pages(layer[0], 1 / math.sqrt(dim))
         layer = written(layer, (k, v), target, index % page)
         parts = [kernel(q, *layer, tables.own, index)]
         if tables.shared.shape[1]:
@@ -211,28 +233,7 @@ def direct_attend(
     return attend
 
 
-def attention_at(
-    position: Int[Array, "B T"], tables: Tables, page: int, direct: bool, mesh: Mesh | None
-) -> Attend:
+def attention_at(position: Int[Array, "B T"], tables: Tables, access: Access) -> Attend:
     """Attention of new tokens over pages, where they lie or in views that were `opened`."""
-    if direct:
-        return direct_attend(position, tables, page, mesh)
-    return decode_attend(position, tables, page)
-
-
-def _over_heads(mesh: Mesh | None, keys: Array, scale: float) -> Callable[..., Any]:
-    """The kernel; on a mesh every device runs it on its own kv heads, if they are cut, and on all
-    rows."""
-    kernel = partial(paged_attention, scale=scale, implementation="pallas")
-    if mesh is None:
-        return kernel
-    [axis] = RULES["kv_heads"]
-    cut = axis if keys.shape[1] % mesh.shape[axis] == 0 else None
-    heads, pages = jax.P(None, None, cut), jax.P(None, cut)
-    return jax.shard_map(
-        kernel,
-        mesh=mesh,
-        in_specs=(heads, pages, pages, jax.P(), jax.P()),
-        out_specs=(heads, heads),
-        check_vma=False,
-    )
+    make = direct_attend if access.direct else decode_attend
+    return _at_places(partial(make, access=access), (position, tables), access)

@@ -19,8 +19,9 @@ from forge_jax.config import UPDATES, RolloutConfig, check
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.tokenizer import Tokenizer
 from forge_jax.rollout import programs
+from forge_jax.rollout.access import places_of
 from forge_jax.rollout.changes import Changes
-from forge_jax.rollout.fitting import check_model
+from forge_jax.rollout.fitting import check_model, over_places
 from forge_jax.rollout.grammar import Grammars, Matcher
 from forge_jax.rollout.jobs import Job, Limits, check_asked, job_of, seed_of
 from forge_jax.rollout.keys import root_key
@@ -30,6 +31,7 @@ from forge_jax.rollout.runner import Flight, Runner
 from forge_jax.rollout.scheduler import Scheduler
 from forge_jax.rollout.stats import gauges
 from forge_jax.rollout.stop import StopStrings
+from forge_jax.sharding import mesh_of
 from forge_jax.types import Chunk, Refused, Request, Sampling
 
 T = TypeVar("T")
@@ -56,10 +58,11 @@ class RolloutEngine:
     ):
         """`version` is that of `params`; `seed` draws the seeds of requests without one.
 
-        Raises UserError if a sequence may be longer than the model was made for, or routes are
-        to be recorded of a model without experts.
+        Raises UserError if a sequence may be longer than the model was made for, routes are to be
+        recorded of a model without experts, or slots do not divide over the mesh of `params`.
         """
         check_model(rollout, cfg)
+        rollout = over_places(rollout, places_of(mesh_of(params)))
         self._cfg, self._rollout = cfg, rollout
         self._limits = Limits(context=rollout.context, vocab=cfg.vocab, stop_ids=tuple(stop_ids))
         self._tokenizer = tokenizer
@@ -80,7 +83,7 @@ class RolloutEngine:
         self._runner = Runner(cfg, rollout, version)
         self._started = device.submit(self._runner.start, params)
         self._passage = Passage(
-            cfg, rollout, self._runner, self._scheduler.memory, self._turn, self._on_device
+            cfg, rollout, self._runner, self._scheduler.places, self._turn, self._on_device
         )
 
     @property

@@ -40,6 +40,7 @@ class Job:
     scores: PromptLogprobs | None = None  # of the prompt, as far as they are read
     held: bool = False  # pages of it are being fetched
     awaited: bytes = b""  # a running request is computing this page of it
+    waits_at: int = 0  # the place of that one
     matcher: Matcher | None = None  # of its grammar, where it has one
 
     @property
@@ -76,6 +77,7 @@ class Stay:
     """A job's time in a slot, and the pages it has there."""
 
     job: Job
+    place: int  # of the mesh
     nodes: list[Node]  # its first pages, which are in the prefix tree
     found: int  # of them that others had computed
     target: int  # tokens to compute before the first is sampled

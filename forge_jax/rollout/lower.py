@@ -16,8 +16,8 @@ import numpy as np
 from forge_jax.config import RolloutConfig
 from forge_jax.models.config import ModelConfig
 from forge_jax.rollout.keys import block_keys, root_key
-from forge_jax.rollout.memory import Memory
 from forge_jax.rollout.moving import MOVED
+from forge_jax.rollout.places import Places
 from forge_jax.rollout.runner import Runner
 from forge_jax.rollout.tiers.cost import FetchCost
 from forge_jax.rollout.tiers.host import HostPages, pinned
@@ -36,10 +36,10 @@ Ingest = Callable[[int, list[Page]], Awaitable[None]]
 class Lower:
     """Host memory and a store below one engine."""
 
-    def __init__(self, cfg: ModelConfig, rollout: RolloutConfig, runner: Runner, memory: Memory):
+    def __init__(self, cfg: ModelConfig, rollout: RolloutConfig, runner: Runner, places: Places):
         """Opens the store, which may take a while; `runner` must have started. Raises UserError
         where there can be no store."""
-        self._cfg, self._rollout, self._runner, self._memory = cfg, rollout, runner, memory
+        self._cfg, self._rollout, self._runner, self._places = cfg, rollout, runner, places
         self._fetching: dict[bytes, asyncio.Future[None]] = {}  # by the first page of each
         patience = Patience()
         self._cost = FetchCost(0.0, float("inf"))
@@ -54,8 +54,9 @@ class Lower:
 
     def renew(self) -> None:
         """Goes on with the weights that the runner has now."""
-        self._memory.outlet = Outlet(self._root(), self._rollout.routes)
-        self._tiers.renew(self._memory.outlet.root)
+        outlet = Outlet(self._root(), self._rollout.routes)
+        self._places.lead_to(outlet)
+        self._tiers.renew(outlet.root)
 
     def measured(self, seconds_a_token: float) -> None:
         """What computing a token takes, which fetching it has to beat; until it is told every
@@ -64,8 +65,8 @@ class Lower:
 
     def stored(self, ids: np.ndarray) -> int:
         """How many of the leading full pages of `ids` are known to be in the store."""
-        outlet = self._memory.outlet
-        assert outlet is not None, "renew() gives the memory one"
+        outlet = self._places.outlet
+        assert outlet is not None, "renew() gives the places one"
         return self._tiers.stored(outlet.root, block_keys(outlet.root, ids, self._rollout.page))
 
     def fetch_seconds(self, tokens: int) -> float:
@@ -76,9 +77,9 @@ class Lower:
         return self._tiers.stats()
 
     async def send(self, on_device: OnDevice) -> None:
-        """Copies what the memory has noted; to be awaited before the next call is dispatched."""
-        outlet = self._memory.outlet
-        assert outlet is not None, "renew() gives the memory one"
+        """Copies what the places have noted; to be awaited before the next call is dispatched."""
+        outlet = self._places.outlet
+        assert outlet is not None, "renew() gives the places one"
         leaving = outlet.take(self._tiers.lacks)
         if not leaving:
             return
@@ -98,8 +99,8 @@ class Lower:
     async def bring(self, ids: np.ndarray, ingest: Ingest) -> None:
         """Has `ingest` put the full pages of `ids` in the tree that the tiers have and it lacks;
         it is given the number of the first of them in the sequence."""
-        outlet, page = self._memory.outlet, self._rollout.page
-        assert outlet is not None, "renew() gives the memory one"
+        outlet, page = self._places.outlet, self._rollout.page
+        assert outlet is not None, "renew() gives the places one"
         below = block_keys(outlet.root, ids, page)
         have = self._in_tree(ids)
         pages = self._tiers.at_hand(outlet.root, below[have:])
@@ -123,8 +124,8 @@ class Lower:
             done.set_result(None)
 
     def _in_tree(self, ids: np.ndarray) -> int:
-        keys = block_keys(self._memory.root, ids, self._rollout.page)
-        return len(self._memory.tree.match(keys))
+        keys = block_keys(self._places.root, ids, self._rollout.page)
+        return len(self._places.best(keys).tree.match(keys))
 
     def _format(self) -> PageFormat:
         shape, dtype = self._runner.page
@@ -158,6 +159,6 @@ class Lower:
             where = runner.page_sharding
             devices: list[Any] = list(where.device_set)
             kinds = sorted(device.device_kind for device in devices)
-            sizes = (rollout.chunk, rollout.context, rollout.attention)
+            sizes = (rollout.chunk, rollout.context, rollout.attention, rollout.dealt)
             parts["numerics"] = f"{jax.__version__} {kinds} {where} {sizes}"
         return root_key(parts)

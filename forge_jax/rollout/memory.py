@@ -1,4 +1,4 @@
-"""Which pages each running request has.
+"""Which pages each running request of a place has.
 
 Jobs flow in, stays with their pages flow out and back. Invariant: every page but the scratch
 page is free, in the prefix tree, or of one stay alone; a page in the tree is never written.
@@ -19,12 +19,12 @@ from forge_jax.rollout.tiers.outlet import Outlet
 class Memory:
     """Owns the pool and the tree; `root` is the key of the present weights."""
 
-    def __init__(self, cfg: RolloutConfig, root: bytes):
-        self.pool = PagePool(cfg.pool_pages)
+    def __init__(self, cfg: RolloutConfig, root: bytes, place: int = 0):
+        self.pool = PagePool(cfg.place_pages, place)
         self.tree = PrefixTree(self.pool)
         self.root = root
         self.outlet: Outlet | None = None  # to tiers below, if there are any
-        self._cfg = cfg
+        self._cfg, self._place = cfg, place
         self._coming: dict[bytes, Stay] = {}  # pages that a running prefill will put in the tree
 
     @property
@@ -36,7 +36,6 @@ class Memory:
         """Goes on with other weights: nothing that is in the tree now is found any more."""
         self.root = root
         self._coming.clear()
-        self.outlet = None if self.outlet is None else self.outlet.renewed()
 
     def awaits(self, job: Job) -> bool:
         """Whether a running prefill computes more of its prefix than the tree has."""
@@ -48,6 +47,18 @@ class Memory:
         found = len(self.tree.match(keys))
         job.awaited = keys[found] if found < len(keys) else b""
         return job.awaited in self._coming
+
+    def comes(self, key: bytes) -> bool:
+        """Whether a running prefill computes a page."""
+        return key in self._coming
+
+    def saves(self, job: Job) -> int:
+        """Tokens of a job that the tree has, or a running prefill computes."""
+        keys = self._keys(job) if self._cfg.prefix_cache and not job.scoring else []
+        found = len(self.tree.match(keys))
+        while found < len(keys) and keys[found] in self._coming:
+            found += 1
+        return found * self._cfg.page
 
     def open(self, job: Job, reserve: int) -> Stay | None:
         """Pages for all that is known of a job; None if fewer than `reserve` would be left."""
@@ -65,6 +76,7 @@ class Memory:
             self.outlet.hit(nodes)
         stay = Stay(
             job=job,
+            place=self._place,
             nodes=nodes,
             found=len(nodes),
             target=job.length - 1,

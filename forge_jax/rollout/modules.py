@@ -12,20 +12,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, Sharding
 from jaxtyping import Array, Bool, Float, Int
 
 from forge_jax.models.config import ModelConfig
-from forge_jax.models.transformer import Attend, Ready
-from forge_jax.rollout.cache import (
-    Pool,
-    Tables,
-    Views,
-    before_own,
-    prefill_attend,
-)
+from forge_jax.models.transformer import Attend
+from forge_jax.rollout.access import ROWS, Access, Pool
+from forge_jax.rollout.cache import Tables, Views, before_own, prefill_attend
 from forge_jax.rollout.drafting import AttendAt, Guess, draft, read
 from forge_jax.rollout.packets import SCRATCH
+from forge_jax.rollout.slots import first_of_places, put_first
 from forge_jax.rollout.verify import NO_DRAFT
+from forge_jax.sharding import replicated
 from forge_jax.trees import pytree
 
 
@@ -38,12 +36,23 @@ class Drafting:
     tails: Array  # [P, modules, E], states h, g_1, ... of the last token of each page
 
 
-def empty_drafting(slots: int, pages: int, modules: int, cfg: ModelConfig, dtype: Any) -> Drafting:
-    """No drafts, and states of nothing."""
+def empty_drafting(
+    slots: int,
+    pages: int,
+    modules: int,
+    cfg: ModelConfig,
+    dtype: Any,
+    pool: Sharding | None = None,
+) -> Drafting:
+    """No drafts, and states of nothing; tails are dealt out as the pages of `pool`."""
+    everywhere = None if pool is None else replicated(pool)
+    dealt = pool
+    if isinstance(pool, NamedSharding):
+        dealt = NamedSharding(pool.mesh, jax.P(*pool.spec[:1]))
     return Drafting(
-        drafts=jnp.full((slots, modules), NO_DRAFT, jnp.int32),
-        above=jnp.zeros((slots, modules - 1, cfg.embed), dtype),
-        tails=jnp.zeros((pages, modules, cfg.embed), dtype),
+        drafts=jnp.full((slots, modules), NO_DRAFT, jnp.int32, device=everywhere),
+        above=jnp.zeros((slots, modules - 1, cfg.embed), dtype, device=everywhere),
+        tails=jnp.zeros((pages, modules, cfg.embed), dtype, device=dealt),
     )
 
 
@@ -70,12 +79,11 @@ class Given:
     """What a decode call is asked."""
 
     tables: Tables
-    page: int  # tokens of a page
+    access: Access
     attend_at: AttendAt
     drafts: int  # γ, at least 1
     guess: Guess
     cfg: ModelConfig
-    ready: Ready
 
 
 def prefilled(
@@ -85,24 +93,38 @@ def prefilled(
     h: Float[Array, "R T E"],
     spans: Spans,
     cfg: ModelConfig,
-    ready: Ready,
+    access: Access,
 ) -> tuple[Pool, Drafting]:
     """The modules' part of the pool, and tails, after the model's states of what was read."""
     tokens, positions, table, real = spans
-    page, tails = pool[0][0].shape[2], state.tails
+    page, tails = access.page, state.tails
     last = jnp.maximum(positions[:, :1] - 1, 0) // page
-    before = tails[jnp.take_along_axis(table, last, axis=1)[:, 0]]
+    before = _tails_of(tails, jnp.take_along_axis(table, last, axis=1)[:, 0], access)
 
     def attend_at(positions: Array) -> Attend:
-        return prefill_attend(table, positions, real, page)
+        return prefill_attend(table, positions, real, access)
 
-    states, pool = read(params, pool, h, before, tokens, positions, attend_at, cfg, ready)
+    states, pool = read(params, pool, h, before, tokens, positions, attend_at, cfg, access.ready)
     count = jnp.sum(real, axis=1, keepdims=True)
     ends = real & ((positions % page == page - 1) | (jnp.cumsum(real, axis=1) == count))
     index = jnp.where(ends, positions // page, 0)
     target = jnp.where(ends, jnp.take_along_axis(table, index, axis=1), SCRATCH)
-    new = states.transpose(1, 2, 0, 3).astype(tails.dtype)
-    return pool, dataclasses.replace(state, tails=tails.at[target].set(new))
+    tails = _put_tails(tails, target, states.transpose(1, 2, 0, 3), access)
+    return pool, dataclasses.replace(state, tails=tails)
+
+
+def _tails_of(tails: Array, pages: Int[Array, " B"], access: Access) -> Array:
+    """Tails of a page of every row."""
+    return access.each(lambda tails, pages: tails[pages], (ROWS, ROWS), ROWS)(tails, pages)
+
+
+def _put_tails(tails: Array, pages: Int[Array, "B ..."], new: Array, access: Access) -> Array:
+    """Tails with `new` ones [B, ..., modules, E] of pages of every row."""
+
+    def put(tails: Array, pages: Array, new: Array) -> Array:
+        return tails.at[pages].set(new)
+
+    return access.each(put, (ROWS,) * 3, ROWS)(tails, pages, new.astype(tails.dtype))
 
 
 def begun(
@@ -115,7 +137,8 @@ def begun(
     given: Given,
 ) -> tuple[tuple[Views, ...], Drafting]:
     """First drafts of the rows that are fresh: no module has read their newest token."""
-    before = state.tails[page_of(jnp.maximum(position - 1, 0) // given.page, given.tables)]
+    last = page_of(jnp.maximum(position - 1, 0) // given.access.page, given.tables)
+    before = _tails_of(state.tails, last, given.access)
     seen = Window(before[:, :1], token[:, None], fresh.astype(jnp.int32), position - 1)
 
     def some() -> tuple[tuple[Views, ...], Drafting]:
@@ -132,7 +155,7 @@ def followed(
     given: Given,
 ) -> tuple[tuple[Views, ...], Drafting]:
     """The next drafts of the rows that sampled something."""
-    above = state.above[: len(seen.size)]
+    above = first_of_places(state.above, len(seen.size), given.access.places)
     return _drafted(params, views, state, above, seen, given)
 
 
@@ -158,7 +181,7 @@ def _drafted(
         given.guess,
         given.drafts,
         given.cfg,
-        given.ready,
+        given.access.ready,
     )
     rows = len(seen.size)
     missing = jnp.full((rows, state.drafts.shape[1] - given.drafts), NO_DRAFT, jnp.int32)
@@ -166,12 +189,13 @@ def _drafted(
 
     def kept(old: Array, new: Array) -> Array:
         known = sampled.reshape(-1, *[1] * (new.ndim - 1))
-        return old.at[:rows].set(jnp.where(known, new.astype(old.dtype), old[:rows]))
+        here = first_of_places(old, rows, given.access.places)
+        return put_first(old, jnp.where(known, new.astype(old.dtype), here), given.access.places)
 
     return views, Drafting(
         drafts=kept(state.drafts, drafts),
         above=kept(state.above, ahead),
-        tails=_tails(state.tails, states, seen, given.tables, given.page),
+        tails=_tails(state.tails, states, seen, given.tables, given.access),
     )
 
 
@@ -193,12 +217,13 @@ def _tails(
     states: Float[Array, "modules B W E"],
     seen: Window,
     tables: Tables,
-    page: int,
+    access: Access,
 ) -> Float[Array, "P modules E"]:
     """Tails with those of pages whose last token is among the `seen.size` from `seen.start`.
 
     At most one of each row is, since a window is no longer than a page.
     """
+    page = access.page
     assert states.shape[2] <= page, "a window is longer than a page"
     away = page - 1 - seen.start % page
     ends = away < seen.size
@@ -208,4 +233,4 @@ def _tails(
     target = jnp.where(inside, jnp.take_along_axis(tables.own, index, axis=1)[:, 0], SCRATCH)
     place = jnp.where(ends, away, 0)[None, :, None, None]
     last = jnp.take_along_axis(states, place, axis=2)[:, :, 0]  # [modules, B, E]
-    return tails.at[target].set(jnp.swapaxes(last, 0, 1).astype(tails.dtype))
+    return _put_tails(tails, target, jnp.swapaxes(last, 0, 1), access)

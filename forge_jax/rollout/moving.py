@@ -14,9 +14,10 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 from jaxtyping import Array, Float, Int
 
-from forge_jax.rollout.cache import Pool
+from forge_jax.rollout.access import Pool
 from forge_jax.rollout.packets import SCRATCH
 from forge_jax.rollout.tracing import traces
+from forge_jax.sharding import replicated
 from forge_jax.trees import pytree
 
 MOVED = 16  # pages of one call that moves some
@@ -60,9 +61,11 @@ def export(
     """A copy of some pages, all layers of each together, cut as `where` says."""
     traces["export"] += 1
     kv = jnp.stack([jnp.stack([x[pages] for x in layer], axis=1) for layer in pool], axis=1)
+    last = None if tails is None else tails[pages]
     if isinstance(where, NamedSharding):
         kv = jax.lax.with_sharding_constraint(kv, where)
-    return Pages(kv=kv, tails=None if tails is None else tails[pages])
+        last = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, replicated(where)), last)
+    return Pages(kv=kv, tails=last)
 
 
 @partial(jax.jit, donate_argnames=("pool", "tails"))

@@ -14,6 +14,7 @@ import numpy as np
 
 from forge_jax.config import RolloutConfig
 from forge_jax.drawing import Sampling
+from forge_jax.rollout.rows import row_buckets, row_of, rows_of_spans
 
 SCRATCH = 0  # the page that padding points to
 
@@ -61,22 +62,25 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillShape:
-    """What a prefill call is compiled for; it has ``rollout.chunk // tokens`` rows."""
+    """What a prefill call is compiled for; it has ``rollout.chunk // tokens`` rows at every place,
+    one place's behind the other's."""
 
     tokens: int  # of a row
     pages: int  # of a row's table
     scored: bool = False  # the log-prob of each next token is told
+    places: int = 1  # that rows and pages are dealt to
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeShape:
     """What a decode call is compiled for."""
 
-    rows: int  # B: slots 0 .. B - 1
+    rows: int  # B: of every place the first slots, as many of each; for one place 0 .. B - 1
     shared: int  # pages of a bundle's table; 0: no bundle shares any
     own: int  # pages of a row's table
     steps: int  # K
     drafts: int  # γ: tokens guessed before each step
+    places: int = 1  # that rows and pages are dealt to
     words: int = 0  # of the bits of a row's tokens, where rows have settings
 
     @property
@@ -119,7 +123,7 @@ class Fresh:
 class Asked:
     """What a row of a shaped call does to its logits."""
 
-    slot: int
+    row: int
     sampling: Sampling
     tokens: np.ndarray  # i32[n], all that are known of the sequence
     prompt: int  # of them
@@ -140,12 +144,14 @@ class DecodeRow:
 
 def pack_prefill(spans: Sequence[Span], shape: PrefillShape, rollout: RolloutConfig) -> np.ndarray:
     """i32[R, PREFILL_HEADER + pages + tokens], in a scored shape with room for one token more,
-    the one behind a span; rows beyond `spans` are padding."""
-    rows = rollout.chunk // shape.tokens
+    the one behind a span; rows beyond `spans` of a place are padding."""
+    rows = rollout.chunk // shape.tokens * shape.places
     width = PREFILL_HEADER + shape.pages + shape.tokens + shape.scored
     packed = np.zeros((rows, width), np.int32)
     packed[:, SLOT] = rollout.slots  # does not exist
-    for row, span in zip(packed, spans, strict=False):
+    taken = rows_of_spans([span.slot for span in spans], shape.tokens, rollout)
+    for index, span in zip(taken, spans, strict=True):
+        row = packed[index]
         row[[SLOT, START, LENGTH]] = span.slot, span.start, len(span.tokens)
         table = span.table[: shape.pages]
         row[PREFILL_HEADER : PREFILL_HEADER + len(table)] = table
@@ -171,7 +177,7 @@ def pack_decode(
     wide[:, STOP:HEADER] = -1
     words, floats = wide.view(np.uint32), wide.view(np.float32)
     for row in rows:
-        i, fresh = row.slot, row.fresh
+        i, fresh = row_of(row.slot, shape.rows, rollout), row.fresh
         wide[i, STATE], wide[i, POSITION] = KEPT, row.position
         wide[i, HEADER : HEADER + len(row.table)] = row.table
         if fresh is not None:
@@ -188,7 +194,7 @@ def pack_decode(
         said = np.zeros((shape.rows, 2 * rollout.context), np.int32)
         for row in rows:
             if row.fresh is not None and row.fresh.said is not None:
-                said[row.slot] = row.fresh.said
+                said[row_of(row.slot, shape.rows, rollout)] = row.fresh.said
         parts.append(said.reshape(-1))
     return np.concatenate(parts)
 
@@ -202,21 +208,21 @@ def pack_settings(rows: Sequence[Asked], steps: int, shape: DecodeShape, page: i
     wide[:, STEPS] = steps
     floats[:, [TOP_P, REPETITION]] = 1
     behind = np.cumsum([SETTINGS + 2 * BIASES, shape.steps, shape.words])
-    for row in rows:
-        slot, sampling, prompt = row.slot, row.sampling, row.prompt
-        wide[slot, [TOP_K, PROMPT, STEPS]] = sampling.top_k, prompt, row.steps
-        wide[slot, STOP_FROM] = prompt + sampling.min_tokens
-        floats[slot, [TOP_P, MIN_P]] = sampling.top_p, sampling.min_p
-        floats[slot, PRESENCE] = sampling.presence_penalty
-        floats[slot, FREQUENCY] = sampling.frequency_penalty
-        floats[slot, REPETITION] = sampling.repetition_penalty
+    for asked in rows:
+        row, sampling, prompt = asked.row, asked.sampling, asked.prompt
+        wide[row, [TOP_K, PROMPT, STEPS]] = sampling.top_k, prompt, asked.steps
+        wide[row, STOP_FROM] = prompt + sampling.min_tokens
+        floats[row, [TOP_P, MIN_P]] = sampling.top_p, sampling.min_p
+        floats[row, PRESENCE] = sampling.presence_penalty
+        floats[row, FREQUENCY] = sampling.frequency_penalty
+        floats[row, REPETITION] = sampling.repetition_penalty
         for i, (token, bias) in enumerate(sampling.logit_bias, SETTINGS):
-            wide[slot, i], floats[slot, BIASES + i] = token, bias
-        _, forced, allowed, known = np.split(wide[slot], behind)
-        forced[: len(row.forced)] = row.forced
-        if row.allowed is not None:
-            allowed[:] = row.allowed.view(np.int32)
-        known[: len(row.tokens)] = row.tokens
+            wide[row, i], floats[row, BIASES + i] = token, bias
+        _, forced, allowed, known = np.split(wide[row], behind)
+        forced[: len(asked.forced)] = asked.forced
+        if asked.allowed is not None:
+            allowed[:] = asked.allowed.view(np.int32)
+        known[: len(asked.tokens)] = asked.tokens
     return wide.reshape(-1)
 
 
@@ -228,21 +234,13 @@ def page_buckets(rollout: RolloutConfig, ratio: int) -> tuple[int, ...]:
     return tuple(reversed(sizes))
 
 
-def row_buckets(rollout: RolloutConfig) -> tuple[int, ...]:
-    """Rows of a decode call: whole bundles, a ratio of 4 apart."""
-    sizes = [rollout.slots]
-    while not rollout.deterministic and sizes[-1] > 8 and sizes[-1] % (4 * rollout.bundle) == 0:
-        sizes.append(sizes[-1] // 4)
-    return tuple(reversed(sizes))
-
-
 def prefill_shapes(rollout: RolloutConfig) -> tuple[PrefillShape, ...]:
     """All that a prefill call can have."""
     tokens = [rollout.chunk]
     while not rollout.deterministic and tokens[-1] % 4 == 0 and tokens[-1] > 16:
         tokens.append(tokens[-1] // 4)
     return tuple(
-        PrefillShape(tokens=size, pages=pages)
+        PrefillShape(tokens=size, pages=pages, places=rollout.dealt)
         for size in reversed(tokens)
         for pages in page_buckets(rollout, 4)
     )
@@ -253,7 +251,7 @@ def scored_shapes(rollout: RolloutConfig) -> tuple[PrefillShape, ...]:
     if rollout.prompt_logprobs is None:
         return ()
     return tuple(
-        PrefillShape(tokens=rollout.chunk, pages=pages, scored=True)
+        PrefillShape(tokens=rollout.chunk, pages=pages, scored=True, places=rollout.dealt)
         for pages in page_buckets(rollout, 4)
     )
 
@@ -262,7 +260,14 @@ def decode_shapes(rollout: RolloutConfig) -> tuple[DecodeShape, ...]:
     """All that a decode call can have."""
     cascade = rollout.bundle > 1 and not rollout.deterministic
     return tuple(
-        DecodeShape(rows=rows, shared=shared, own=own, steps=rollout.decode_steps, drafts=drafts)
+        DecodeShape(
+            rows=rows,
+            shared=shared,
+            own=own,
+            steps=rollout.decode_steps,
+            drafts=drafts,
+            places=rollout.dealt,
+        )
         for drafts in rollout.depths
         for rows in row_buckets(rollout)
         for shared in (0, *(page_buckets(rollout, 4) if cascade else ()))
@@ -274,12 +279,7 @@ def shaped_shapes(rollout: RolloutConfig, vocab: int) -> tuple[DecodeShape, ...]
     """All that a shaped call can have, where `rollout` has any."""
     sizes = {"shared": 0, "steps": rollout.decode_steps, "drafts": 0, "words": -(-vocab // 32)}
     return tuple(
-        DecodeShape(rows=rows, own=own, **sizes)
+        DecodeShape(rows=rows, own=own, places=rollout.dealt, **sizes)
         for rows in row_buckets(rollout)
         for own in page_buckets(rollout, 4)
     )
-
-
-def fit(size: int, sizes: Sequence[int]) -> int:
-    """The smallest of `sizes` that holds `size`."""
-    return next(each for each in sorted(sizes) if each >= size)

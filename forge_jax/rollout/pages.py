@@ -10,12 +10,12 @@ from forge_jax.rollout.packets import SCRATCH
 
 
 class PagePool:
-    """Owns the numbers of all pages but the scratch page."""
+    """Owns the numbers of all pages of a place but its scratch page."""
 
-    def __init__(self, size: int):
-        """`size` counts the scratch page."""
-        self.total = size - 1
-        self._free = [page for page in reversed(range(size)) if page != SCRATCH]
+    def __init__(self, size: int, place: int = 0):
+        """`size` counts the scratch page, which is the first of the place."""
+        self.total, first = size - 1, place * size
+        self._free = [first + page for page in reversed(range(size)) if page != SCRATCH]
         self._taken: set[int] = set()
 
     @property

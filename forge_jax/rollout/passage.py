@@ -17,9 +17,9 @@ from forge_jax.config import RolloutConfig
 from forge_jax.models.config import ModelConfig
 from forge_jax.rollout.keys import block_keys
 from forge_jax.rollout.lower import Lower, OnDevice
-from forge_jax.rollout.memory import Memory
 from forge_jax.rollout.moving import Parcel
 from forge_jax.rollout.packets import SCRATCH
+from forge_jax.rollout.places import Places
 from forge_jax.rollout.runner import Runner
 from forge_jax.rollout.tiers.payload import Page, parts_of
 
@@ -32,13 +32,13 @@ class Passage:
         cfg: ModelConfig,
         rollout: RolloutConfig,
         runner: Runner,
-        memory: Memory,
+        places: Places,
         turn: asyncio.Lock,
         on_device: OnDevice,
     ):
         """Whoever has `turn` alone plans calls or touches pages; `on_device` runs work on the
         device thread."""
-        self._cfg, self._rollout, self._runner, self._memory = cfg, rollout, runner, memory
+        self._cfg, self._rollout, self._runner, self._places = cfg, rollout, runner, places
         self._turn, self._on_device = turn, on_device
         self._lower: Lower | None = None
         self._opening = asyncio.Lock()
@@ -47,7 +47,7 @@ class Passage:
         """Opens the tiers that are configured, once; the runner must have started."""
         async with self._opening:
             if self._lower is None and self._rollout.tiered:
-                args = (self._cfg, self._rollout, self._runner, self._memory)
+                args = (self._cfg, self._rollout, self._runner, self._places)
                 self._lower = await asyncio.to_thread(Lower, *args)
 
     async def measure(self) -> None:
@@ -56,7 +56,7 @@ class Passage:
             self._lower.measured(await self._on_device(self._runner.seconds_a_token))
 
     def renew(self) -> None:
-        """The runner and the memory have gone on to other weights."""
+        """The runner and the places have gone on to other weights."""
         if self._lower is not None:
             self._lower.renew()
 
@@ -65,8 +65,10 @@ class Passage:
         return {} if self._lower is None else self._lower.stats()
 
     def cached(self, ids: np.ndarray) -> list[np.ndarray | None]:
-        """The routes, where they are recorded, of each leading page of `ids` in the tree."""
-        return [node.routes for node in self._memory.tree.match(self._keys(ids))]
+        """The routes, where they are recorded, of each leading page of `ids` in the tree of the
+        place that has most of them."""
+        keys = self._keys(ids)
+        return [node.routes for node in self._places.best(keys).tree.match(keys)]
 
     def stored(self, ids: np.ndarray) -> int:
         """How many of the leading pages of `ids` are known to be in the store below."""
@@ -77,11 +79,11 @@ class Passage:
         return 0.0 if self._lower is None else self._lower.fetch_seconds(tokens)
 
     async def export(self, ids: np.ndarray, start: int = 0) -> Parcel:
-        """The pages of the first tokens `ids` that are in the prefix tree, from number `start`
-        on, as copies on the device that are complete."""
-        tree = self._memory.tree
+        """The pages of the first tokens `ids` that are in the tree of the place that has most of
+        them, from number `start` on, as copies on the device that are complete."""
+        keys = self._keys(ids)
         async with self._turn:
-            nodes = tree.match(self._keys(ids))
+            nodes = self._places.best(keys).tree.match(keys)
             if self._rollout.routes:  # a page whose routes were not read yet would leave a gap
                 nodes = list(itertools.takewhile(lambda node: node.routes is not None, nodes))
             nodes, version = nodes[start:], self._runner.version
@@ -97,13 +99,15 @@ class Passage:
         return dataclasses.replace(parcel, parts=tuple(parts))
 
     async def ingest(self, ids: np.ndarray, parcel: Parcel) -> int:
-        """Puts pages of the first tokens `ids` in the prefix tree, as far as there is room;
-        returns how many tokens of `ids` it has then. To be called in turn.
+        """Puts pages of the first tokens `ids` in the tree of the place that has most of them, of
+        equals the emptiest, as far as there is room; returns how many tokens of `ids` it has then.
+        To be called in turn.
 
         The parcel has landed, or is of the host.
         """
-        memory, page, start = self._memory, self._rollout.page, parcel.start
-        keys = self._keys(ids)[: start + parcel.pages]
+        keys, page, start = self._keys(ids), self._rollout.page, parcel.start
+        keys = keys[: start + parcel.pages]
+        memory = self._places.best(keys)
         held = memory.tree.match(keys)
         memory.tree.hold(held)
         pages: list[int] = []
@@ -129,13 +133,13 @@ class Passage:
     async def bring(self, ids: np.ndarray) -> None:
         """Puts the full pages of `ids` that the tiers below have, and the tree has not, there."""
         assert self._lower is not None, "open() comes first"
-        root = self._memory.root
+        root = self._places.root
 
         async def enter(start: int, pages: list[Page]) -> None:
             parts = await asyncio.to_thread(parts_of, pages)
             routes = tuple(page.routes for page in pages)
             async with self._turn:
-                if root == self._memory.root:  # the weights are still the same
+                if root == self._places.root:  # the weights are still the same
                     version = self._runner.version
                     parcel = Parcel(version=version, start=start, routes=routes, parts=parts)
                     await self.ingest(ids, parcel)
@@ -148,4 +152,4 @@ class Passage:
             await self._lower.send(self._on_device)
 
     def _keys(self, ids: np.ndarray) -> list[bytes]:
-        return block_keys(self._memory.root, ids, self._rollout.page)
+        return block_keys(self._places.root, ids, self._rollout.page)

@@ -22,9 +22,9 @@ def common(stays: Sequence[Stay]) -> int:
     return size
 
 
-def place(stay: Stay, seats: Sequence[Stay | None], bundle: int, mates: bool) -> int:
-    """The free slot for a stay: beside those with the longest beginning in common; else, where
-    there are `mates` to come, in an empty bundle; else the first."""
+def seat(stay: Stay, seats: Sequence[Stay | None], bundle: int, mates: bool) -> int:
+    """Which of a place's free `seats` a stay gets: beside those with the longest beginning in
+    common; else, where there are `mates` to come, in an empty bundle; else the first."""
     free = [slot for slot, owner in enumerate(seats) if owner is None]
     if bundle == 1 or not (mates or stay.nodes):
         return free[0]

@@ -19,7 +19,6 @@ from forge_jax.rollout.packets import (
     PrefillShape,
     Span,
     decode_shapes,
-    fit,
     pack_decode,
     pack_prefill,
     pack_settings,
@@ -30,6 +29,7 @@ from forge_jax.rollout.packets import (
 from forge_jax.rollout.placement import common
 from forge_jax.rollout.plans import Decode, Part, Prefill
 from forge_jax.rollout.prefix import Node
+from forge_jax.rollout.rows import fit, row_of, rows_for, rows_of_spans
 
 # Puts what is computed of the first n tokens of a stay where others find it.
 Publish = Callable[[Stay, int], list[tuple[int, Node]]]
@@ -53,7 +53,7 @@ def plan_prefill(stays: Sequence[Stay], publish: Publish, cfg: RolloutConfig) ->
 
     tokens = tokens_of(unfilled[0])
     unfilled.sort(key=lambda stay: tokens_of(stay) != tokens)
-    chosen = unfilled[: cfg.chunk // tokens]
+    chosen = _first_of_places(unfilled, cfg.chunk // tokens, cfg)
     lengths = [min(tokens, stay.target - stay.filled) for stay in chosen]
     spans = [
         Span(
@@ -66,15 +66,29 @@ def plan_prefill(stays: Sequence[Stay], publish: Publish, cfg: RolloutConfig) ->
         for stay, length in zip(chosen, lengths, strict=True)
     ]
     pages = max(-(-(span.start + len(span.tokens)) // cfg.page) for span in spans)
-    pages = fit(pages, _prefill_sizes(cfg, "pages", scored))
-    shape = PrefillShape(tokens=tokens, pages=pages, scored=scored)
+    size = fit(pages, _prefill_sizes(cfg, "pages", scored))
+    shape = PrefillShape(tokens=tokens, pages=size, scored=scored, places=cfg.dealt)
     packet = pack_prefill(spans, shape, cfg)
+    rows = rows_of_spans([span.slot for span in spans], tokens, cfg)
     parts = []
-    for stay, length in zip(chosen, lengths, strict=True):
+    for row, stay, length in zip(rows, chosen, lengths, strict=True):
         start, stay.filled = stay.filled, stay.filled + length
         published = tuple(publish(stay, stay.filled))
-        parts.append(Part(stay=stay, start=start, length=length, published=published))
+        part = Part(row=row, stay=stay, start=start, length=length, published=published)
+        parts.append(part)
     return Prefill(shape=shape, packet=packet, parts=tuple(parts))
+
+
+def _first_of_places(stays: Sequence[Stay], rows: int, cfg: RolloutConfig) -> Sequence[Stay]:
+    """The first stays of every place, as many as it has rows."""
+    if cfg.dealt == 1:
+        return stays[:rows]
+    taken, chosen = [0] * cfg.dealt, []
+    for stay in stays:
+        taken[stay.place] += 1
+        if taken[stay.place] <= rows:
+            chosen.append(stay)
+    return chosen
 
 
 @cache
@@ -109,25 +123,29 @@ def plan_decode(
 ) -> Decode:
     """A call that samples in all of `stays`, with `drafts` tokens guessed before each step, where
     they are looked up in what is `said` of a job."""
-    owners: list[Stay | None] = [None] * cfg.slots
+    rows = rows_for((stay.slot for stay in stays), cfg)
+    owners: list[Stay | None] = [None] * rows
     for stay in stays:
-        owners[stay.slot] = stay
+        owners[row_of(stay.slot, rows, cfg)] = stay
     if any(stay.job.sampling.shaped for stay in stays):
         return _shaped(stays, owners, cfg, vocab)
-    rows = fit(max(stay.slot for stay in stays) + 1, _decode_sizes(cfg, "rows"))
-    counts = _shared(owners[:rows], cfg)
-    own = max(-(-reach(stay, cfg) // cfg.page) - counts[stay.slot // cfg.bundle] for stay in stays)
+    counts = _shared(owners, cfg)
+    own = 0
+    for row, owner in enumerate(owners):
+        if owner is not None:
+            own = max(own, -(-reach(owner, cfg) // cfg.page) - counts[row // cfg.bundle])
     shape = DecodeShape(
         rows=rows,
         shared=fit(max(counts), _decode_sizes(cfg, "shared")),
         own=fit(own, _decode_sizes(cfg, "own")),
         steps=cfg.decode_steps,
         drafts=drafts,
+        places=cfg.dealt,
     )
     bundles: list[list[int]] = [[] for _ in counts]
     packed = []
     for stay in stays:
-        bundle = stay.slot // cfg.bundle
+        bundle = row_of(stay.slot, rows, cfg) // cfg.bundle
         table, count = stay.table, counts[bundle]
         bundles[bundle] = table[:count]
         packed.append(_row(stay, table[count : count + shape.own], said))
@@ -135,7 +153,7 @@ def plan_decode(
         stay.least += cfg.decode_steps
         stay.most += cfg.decode_steps * (1 + drafts)
     packet = pack_decode(packed, bundles, shape, cfg)
-    return Decode(shape=shape, packet=packet, owners=tuple(owners[:rows]))
+    return Decode(shape=shape, packet=packet, owners=tuple(owners))
 
 
 def _shaped(
@@ -144,27 +162,30 @@ def _shaped(
     """A call for `stays` of which some change their logits. What these have is known: no call
     with them is unread when the next one is planned, see `Scheduler.stepwise`. It is as long as
     the grammars among them can tell what comes."""
-    shapes = shaped_shapes(cfg, vocab)
-    count = fit(max(stay.slot for stay in stays) + 1, [each.rows for each in shapes])
     own = max(-(-reach(stay, cfg) // cfg.page) for stay in stays)
-    shape = next(each for each in shapes if each.rows == count and each.own >= own)
+    shapes = (each for each in shaped_shapes(cfg, vocab) if each.rows == len(owners))
+    shape = next(each for each in shapes if each.own >= own)
     rows = [_row(stay, stay.table[: shape.own], lambda _: None) for stay in stays]
     matchers = [stay.job.matcher for stay in stays]
     steps = max((m.steps for m in matchers if m is not None), default=shape.steps)
-    asked = [_asked(stay, steps) for stay in stays if stay.job.sampling.shaped]
+    asked = [
+        _asked(stay, row_of(stay.slot, shape.rows, cfg), steps)
+        for stay in stays
+        if stay.job.sampling.shaped
+    ]
     for stay in stays:
         stay.on_device = False  # no drafter has seen what is sampled here
         stay.least += shape.steps
         stay.most += shape.steps
     settings = pack_settings(asked, steps, shape, cfg.page)
     packet = np.concatenate([pack_decode(rows, [], shape, cfg), settings])
-    return Decode(shape=shape, packet=packet, owners=tuple(owners[:count]))
+    return Decode(shape=shape, packet=packet, owners=tuple(owners))
 
 
-def _asked(stay: Stay, steps: int) -> Asked:
+def _asked(stay: Stay, row: int, steps: int) -> Asked:
     job, matcher = stay.job, stay.job.matcher
     return Asked(
-        slot=stay.slot,
+        row=row,
         sampling=job.sampling,
         tokens=job.tokens[: job.length],
         prompt=job.prompt,

@@ -14,6 +14,7 @@ from forge_jax.rollout.prefix import Node
 class Part:
     """A row of a prefill call."""
 
+    row: int
     stay: Stay
     start: int  # position of the first token
     length: int
@@ -26,7 +27,7 @@ class Prefill:
 
     shape: PrefillShape
     packet: np.ndarray
-    parts: tuple[Part, ...]  # of its first rows; the others are padding
+    parts: tuple[Part, ...]  # of some rows; the others are padding
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,7 +36,7 @@ class Decode:
 
     shape: DecodeShape
     packet: np.ndarray
-    owners: tuple[Stay | None, ...]  # by slot
+    owners: tuple[Stay | None, ...]  # by row
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -14,13 +14,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from forge_jax.collectives import Cut
 from forge_jax.models import layout, transformer
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.moe import Routing
 from forge_jax.rollout import packets, speculation
+from forge_jax.rollout.access import Access, Pool, access_to
 from forge_jax.rollout.cache import (
-    Pool,
     Tables,
     attention_at,
     before_own,
@@ -30,7 +29,7 @@ from forge_jax.rollout.cache import (
 )
 from forge_jax.rollout.modules import Given, Spans, Window
 from forge_jax.rollout.packets import DecodeShape, PrefillShape, Sampled
-from forge_jax.rollout.slots import Slots, drawn, unpacked
+from forge_jax.rollout.slots import Slots, drawn, put_first, unpacked
 from forge_jax.rollout.speculation import Drafter
 from forge_jax.rollout.tracing import traces as traces
 from forge_jax.rollout.verify import verified
@@ -76,19 +75,19 @@ def spans_read(
     mesh: Mesh | None,
 ) -> tuple[Pool, Drafter, Float[Array, "R T E"], Routing | None]:
     """What `prefill` does, and the states of the last layer after each token."""
+    access = access_to(pool, shape, attention, mesh)
     start, length = packed[:, packets.START], packed[:, packets.LENGTH]
-    table = packed[:, packets.PREFILL_HEADER :][:, : shape.pages]
+    table = access.local(packed[:, packets.PREFILL_HEADER :][:, : shape.pages])
     tokens = packed[:, packets.PREFILL_HEADER + shape.pages :][:, : shape.tokens]
     place = jnp.arange(shape.tokens, dtype=jnp.int32)[None]
     positions = start[:, None] + place
     spans = Spans(tokens, positions, table, place < length[:, None])
-    attend = prefill_attend(table, positions, spans.real, page_of(pool), attention, mesh)
-    layers, ready = pool[: cfg.layers], ready_on(mesh)
+    attend = prefill_attend(table, positions, spans.real, access)
+    layers, modules = pool[: cfg.layers], pool[cfg.layers :]
     h, layers, routing = transformer.hidden(
-        params, tokens, positions, attend, cfg, layers, ready=ready
+        params, tokens, positions, attend, cfg, layers, ready=access.ready
     )
-    modules = pool[cfg.layers :]
-    modules, drafter = speculation.prefilled(params, modules, drafter, h, spans, cfg, ready)
+    modules, drafter = speculation.prefilled(params, modules, drafter, h, spans, cfg, access)
     return layers + modules, drafter, h, routing
 
 
@@ -117,28 +116,28 @@ def decode(
     once for all steps.
     """
     traces["decode"] += 1
-    page, direct = page_of(pool), attention == "pallas"
+    access = access_to(pool, shape, attention, mesh)
     packed, known = speculation.unpacked(packed, drafter, shape.rows)
-    rows, fresh, tables = unpacked(packed, shape, slots, page)
-    first = rows.position - before_own(tables, page)
+    rows, fresh, tables = unpacked(packed, shape, slots, access)
+    first = rows.position - before_own(tables, access.page)
     layers = speculation.layers_read(drafter, shape.drafts, cfg)
     given = Given(
         tables=tables,
-        page=page,
-        attend_at=partial(attention_at, tables=tables, page=page, direct=direct, mesh=mesh),
+        access=access,
+        attend_at=partial(attention_at, tables=tables, access=access),
         drafts=shape.drafts,
         guess=partial(speculation.guessed, rows=rows),
         cfg=cfg,
-        ready=ready_on(mesh),
     )
-    cache: Any = pool[:layers] if direct else opened(pool[:layers], tables)
+    direct = access.direct
+    cache: Any = pool[:layers] if direct else opened(pool[:layers], tables, access)
     cache, drafter = speculation.begun(params, cache, drafter, rows, fresh, known, given)
 
     def step(carry: tuple[Any, Slots, Drafter], _: None) -> tuple[Any, Sampled]:
         cache, rows, drafter = carry
-        drafts = speculation.proposed(drafter, rows, shape.drafts)
+        drafts = speculation.proposed(drafter, rows, shape.drafts, shape.places)
         seen, cache, after, result = decode_step(
-            params, cache, rows, drafts, tables, page, cfg, direct, routes, mesh
+            params, cache, rows, drafts, tables, access, cfg, routes
         )
         cache, drafter = speculation.followed(params, cache, drafter, seen, given)
         return (cache, after, drafter), result
@@ -146,9 +145,9 @@ def decode(
     (cache, rows, drafter), results = jax.lax.scan(step, (cache, rows, drafter), length=shape.steps)
     # Modules read the newest token too, which the model does in the next call.
     count = shape.steps * (1 + shape.drafts) + (layers > cfg.layers)
-    read = cache if direct else closed(pool[:layers], cache, tables, first, count)
+    read = cache if direct else closed(pool[:layers], cache, tables, first, count, access)
     pool = (*read, *pool[layers:])
-    slots = jax.tree.map(lambda old, new: old.at[: shape.rows].set(new), slots, rows)
+    slots = jax.tree.map(lambda old, new: put_first(old, new, shape.places), slots, rows)
     return pool, slots, drafter, results
 
 
@@ -158,23 +157,21 @@ def decode_step(
     rows: Slots,
     drafts: Int[Array, "B W-1"],
     tables: Tables,
-    page: int,
+    access: Access,
     cfg: ModelConfig,
-    direct: bool = False,
     routes: bool = False,
-    mesh: Mesh | None = None,
 ) -> tuple[Window, Any, Slots, Sampled]:
     """Samples a window of tokens in every active row, as many as its drafts are right for; the
     row of an idle one changes nothing.
 
-    `cache` is the pool where attention is `direct`, else what `opened` has made of it; the part
+    `cache` is the pool where access is `direct`, else what `opened` has made of it; the part
     of modules is left alone.
     """
     tokens = jnp.concatenate([rows.token[:, None], jnp.maximum(drafts, 0)], axis=1)
     positions = rows.position[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    attend = attention_at(positions, tables, page, direct, mesh)
+    attend = attention_at(positions, tables, access)
     h, layers, routing = transformer.hidden(
-        params, tokens, positions, attend, cfg, cache[: cfg.layers], ready=ready_on(mesh)
+        params, tokens, positions, attend, cfg, cache[: cfg.layers], ready=access.ready
     )
     logits = transformer.logits(params, jnp.swapaxes(h, 0, 1), cfg)  # [W, B, V]
     after, packet = verified(logits, drafts, rows, drawn)
@@ -182,15 +179,6 @@ def decode_step(
     seen = Window(h, sampled, after.position - rows.position, rows.position)
     chosen = jnp.swapaxes(recorded(routing, cfg), 0, 1) if routes else None
     return seen, (*layers, *cache[cfg.layers :]), after, Sampled(packet, chosen)
-
-
-def page_of(pool: Pool) -> int:
-    """Tokens of a page."""
-    return pool[0][0].shape[2]
-
-
-def ready_on(mesh: Mesh | None) -> transformer.Ready:
-    return transformer.Ready(cut=Cut(spread=mesh))
 
 
 def recorded(routing: Routing | None, cfg: ModelConfig) -> Int[Array, "... layers k"]:

@@ -32,15 +32,15 @@ def read_prefills(results: Results, page: int) -> None:
     """Takes in what the prefill calls of a round computed beside keys and values."""
     calls = zip(results.plan.prefills, results.routes, results.scores, strict=True)
     for call, routes, scores in calls:
-        for row, part in enumerate(call.parts):
+        for part in call.parts:
             job = part.stay.job
             job.began = results.began if job.began is None else job.began
             if scores is not None:
-                told = Scores(*(x[row, : part.length] for x in scores))
+                told = Scores(*(x[part.row, : part.length] for x in scores))
                 _check_finite(told.logprobs, results)
                 job.score(part.start, told)
             if routes is not None:
-                job.record(part.start, routes[row, : part.length])
+                job.record(part.start, routes[part.row, : part.length])
                 for number, node in part.published:
                     node.routes = routes_of(job, number, page)
 
@@ -55,13 +55,13 @@ def routes_of(job: Job, number: int, page: int) -> np.ndarray | None:
     return None if job.routes is None else job.routes[number * page : (number + 1) * page].copy()
 
 
-def sampled_by(block: Sampled, slot: int) -> tuple[np.ndarray, np.ndarray | None, Draws | None]:
-    """What a decode call sampled in a slot, i32[n, 4], the routes of the tokens that were fed
+def sampled_by(block: Sampled, row: int) -> tuple[np.ndarray, np.ndarray | None, Draws | None]:
+    """What a decode call sampled in a row, i32[n, 4], the routes of the tokens that were fed
     for it, and what they were drawn from where some request shaped that."""
-    real = block.packet[:, :, slot, STATUS] != IDLE
+    real = block.packet[:, :, row, STATUS] != IDLE
 
     def own(x: np.ndarray) -> np.ndarray:
-        return x[:, :, slot][real]
+        return x[:, :, row][real]
 
     routes = None if block.routes is None else own(block.routes)
     draws = None if block.draws is None else Draws(*map(own, block.draws))

@@ -75,11 +75,11 @@ class Runner:
         )
         self._weights = self._copy(params)
         embed, rollout = self._weights["embed"], self._rollout
-        where = pool_sharding(embed.sharding, self._cfg)
+        where = pool_sharding(embed.sharding, self._cfg, rollout.dealt)
         sizes = (rollout.pool_pages, rollout.page, embed.dtype, where, rollout.modules)
         self._pool = empty_pool(self._cfg, *sizes)
-        made = empty_slots(rollout.slots), empty_drafter(rollout, self._cfg, embed.dtype)
-        self._slots, self._drafter = jax.device_put(made, replicated(where))
+        self._slots = jax.device_put(empty_slots(rollout.slots), replicated(where))
+        self._drafter = empty_drafter(rollout, self._cfg, embed.dtype, where)
         if self._attention == "auto":
             [platform] = {device.platform for device in embed.devices()}
             self._attention = "pallas" if platform == "tpu" else "xla"

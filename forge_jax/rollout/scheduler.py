@@ -11,8 +11,8 @@ import numpy as np
 
 from forge_jax.config import RolloutConfig
 from forge_jax.rollout.jobs import Job, Stay
-from forge_jax.rollout.memory import Memory
-from forge_jax.rollout.placement import place
+from forge_jax.rollout.placement import seat
+from forge_jax.rollout.places import Places
 from forge_jax.rollout.planning import plan_decode, plan_prefill, reach, window
 from forge_jax.rollout.plans import Decode, Plan, Prefill, Results
 from forge_jax.rollout.reading import chunk_of, read_prefills, routes_of, sampled_by
@@ -32,7 +32,7 @@ class Scheduler:
         """`root` is the key of the weights, see `keys.root_key`; `vocab` is the model's."""
         self._cfg, self._vocab = cfg, vocab
         self._refused: list[tuple[int, Refused]] = []
-        self.memory = Memory(cfg, root)
+        self.places = Places(cfg, root)
         self.speculator = Speculator(cfg)
         self.admitting = True  # False: no waiting request gets a slot
         self.paused = False  # True: nothing is planned
@@ -103,7 +103,7 @@ class Scheduler:
         which puts pages in the tree from now on, and nobody else finds any of it. Prompts whose
         log-probs have not left are computed again: these are of one version."""
         self._put_back([stay for stay in self._stays.values() if stay.job.scoring])
-        self.memory.renew(root)
+        self.places.renew(root)
         for stay in self._stays.values():
             stay.publishes = False
 
@@ -115,7 +115,7 @@ class Scheduler:
         calls: list[Prefill] = []
         for _ in range(self._prefills()):
             self._admit()
-            call = plan_prefill([*self._stays.values()], self.memory.publish, self._cfg)
+            call = plan_prefill([*self._stays.values()], self.places.publish, self._cfg)
             if call is None:
                 break
             calls.append(call)
@@ -175,7 +175,7 @@ class Scheduler:
 
     def audit(self) -> None:
         """Raises AssertionError unless every page and slot has one place."""
-        self.memory.audit(self._stays.values())
+        self.places.audit([*self._stays.values()])
         seated = {stay.job.number for stay in self._seats if stay is not None}
         assert seated == {*self._stays}, f"{seated=} but {[*self._stays]} run"
 
@@ -193,7 +193,7 @@ class Scheduler:
         chunk = chunk_of(stay, packet, fed, draws, results, page)
         self.counts["sampled"] += len(chunk.ids)
         if not self._cfg.deterministic:  # where a decode step's bits are not those of a prefill
-            for number, node in self.memory.publish(stay, job.length - 1):
+            for number, node in self.places.publish(stay, job.length - 1):
                 node.routes = routes_of(job, number, page)
         if chunk.finish is not None:
             self._end(job, chunk.finish)
@@ -205,33 +205,42 @@ class Scheduler:
         for job in looked:
             if len(self._stays) == self._cfg.slots:
                 break
-            if job.held or self.memory.awaits(job):
+            if job.held or self.places.still_waits(job):
                 continue
-            stay = self.memory.open(job, self._reserve())
+            order = self.places.order(job)
+            if self.places.awaits(job, order[0]):
+                continue
+            stay = self.places.open(job, order, self._reserve)
             if stay is None:
                 break
             del self._waiting[job.number]
             mates = self._beginnings[self._beginning(job)] > 1
-            stay.slot = place(stay, self._seats, self._bundle, mates)
+            stay.slot = self._seat(stay, mates)
             self._seats[stay.slot], self._stays[job.number] = stay, stay
             if job.silent:
                 job.cached = min(stay.filled, job.prompt)
             self.counts["cached_tokens"] += stay.filled
             self.counts["admitted_tokens"] += stay.target
 
-    def _reserve(self) -> int:
-        """Pages to leave for what the running jobs will need next."""
-        return len(self._stays) * -(-window(self._cfg) // self._cfg.page)
+    def _seat(self, stay: Stay, mates: bool) -> int:
+        """A free slot of the stay's place, see `placement.seat`."""
+        first = stay.place * self._cfg.place_slots
+        seats = self._seats[first : first + self._cfg.place_slots]
+        return first + seat(stay, seats, self._bundle, mates)
+
+    def _reserve(self, running: int) -> int:
+        """Pages to leave for what so many jobs of a place will need next."""
+        return running * -(-window(self._cfg) // self._cfg.page)
 
     def _grow(self) -> None:
         """Pages for the next tokens of all that are sampled, oldest first; while there are too
-        few, the youngest has to go."""
+        few, the youngest of the place has to go."""
         for stay in sorted(self._stays.values(), key=lambda stay: stay.job.number):
             while not stay.over and stay.ready:
-                if self.memory.grow(stay, reach(stay, self._cfg)):
+                if self.places.grow(stay, reach(stay, self._cfg)):
                     break
-                youngest = max(self._stays)
-                self._retract(self._stays[youngest])
+                here = (other for other in self._stays.values() if other.place == stay.place)
+                self._retract(max(here, key=lambda other: other.job.number))
                 self.counts["preemptions"] += 1
 
     def _put_back(self, stays: list[Stay]) -> None:
@@ -244,7 +253,7 @@ class Scheduler:
         self._waiting.move_to_end(stay.job.number, last=False)
 
     def _leave(self, stay: Stay) -> None:
-        self.memory.close(stay)
+        self.places.close(stay)
         self._seats[stay.slot] = None
         del self._stays[stay.job.number]
 

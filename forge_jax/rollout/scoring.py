@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from forge_jax.models import transformer
 from forge_jax.models.config import ModelConfig
 from forge_jax.rollout import packets
-from forge_jax.rollout.cache import Pool
+from forge_jax.rollout.access import Pool
 from forge_jax.rollout.packets import PrefillShape, Scores
 from forge_jax.rollout.programs import recorded, spans_read
 from forge_jax.rollout.speculation import Drafter

@@ -19,12 +19,13 @@ from jaxtyping import Array, Bool, Float, Int
 from forge_jax.models import transformer
 from forge_jax.models.config import ModelConfig
 from forge_jax.rollout import packets
-from forge_jax.rollout.cache import Pool, attention_at, before_own, closed, opened
+from forge_jax.rollout.access import Pool, access_to
+from forge_jax.rollout.cache import attention_at, before_own, closed, opened
 from forge_jax.rollout.packets import DecodeShape, Sampled
-from forge_jax.rollout.programs import page_of, ready_on, recorded, traces
+from forge_jax.rollout.programs import recorded, traces
 from forge_jax.rollout.shaped import Draws, Told, draw
 from forge_jax.rollout.shaping import History, Settings, history_of
-from forge_jax.rollout.slots import Slots, advanced, unpacked
+from forge_jax.rollout.slots import Slots, advanced, put_first, unpacked
 from forge_jax.trees import pytree
 
 
@@ -48,20 +49,20 @@ def decode(
 ) -> tuple[Pool, Slots, Sampled]:
     """`programs.decode` of a packet that `packets.pack_settings` ends."""
     traces["decode"] += 1
-    page, direct = page_of(pool), attention == "pallas"
-    width = shape.settings(page)
-    rows, _, tables = unpacked(packed[: -shape.rows * width], shape, slots, page)
+    access = access_to(pool, shape, attention, mesh)
+    width = shape.settings(access.page)
+    rows, _, tables = unpacked(packed[: -shape.rows * width], shape, slots, access)
     wide = packed[-shape.rows * width :].reshape(shape.rows, width)
     settings, grammar, history = _asked(wide, shape, cfg.vocab)
-    first = rows.position - before_own(tables, page)
+    first = rows.position - before_own(tables, access.page)
 
     def step(number: Array, carry: tuple[Any, Slots, History]) -> tuple[Any, Sampled]:
         cache, rows, history = carry
         rows = dataclasses.replace(rows, active=rows.active & (number < grammar.steps))
         positions = rows.position[:, None]
-        attend = attention_at(positions, tables, page, direct, mesh)
+        attend = attention_at(positions, tables, access)
         h, cache, routing = transformer.hidden(
-            params, rows.token[:, None], positions, attend, cfg, cache, ready=ready_on(mesh)
+            params, rows.token[:, None], positions, attend, cfg, cache, ready=access.ready
         )
         logits = transformer.logits(params, h[:, 0], cfg)
         banned = _banned(grammar, number, cfg.vocab)
@@ -71,14 +72,15 @@ def decode(
         return (cache, rows, history), Sampled(packet[None], chosen, draws)
 
     layers, modules = pool[: cfg.layers], pool[cfg.layers :]  # which draft nothing here
-    cache: Any = layers if direct else opened(layers, tables)
+    cache: Any = layers if access.direct else opened(layers, tables, access)
     carry = (cache, rows, history)
     # As a scan of all steps, but of those alone that some row takes part in.
     (cache, rows, _), results = _repeated(step, carry, jnp.max(grammar.steps), shape.steps)
-    layers = cache if direct else closed(layers, cache, tables, first, shape.steps)
+    if not access.direct:
+        cache = closed(layers, cache, tables, first, shape.steps, access)
     return (
-        (*layers, *modules),
-        jax.tree.map(lambda old, new: old.at[: shape.rows].set(new), slots, rows),
+        (*cache, *modules),
+        jax.tree.map(lambda old, new: put_first(old, new, shape.places), slots, rows),
         results,
     )
 

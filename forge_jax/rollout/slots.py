@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from forge_jax.rollout import packets
+from forge_jax.rollout.access import Access
 from forge_jax.rollout.cache import Tables, before_own
 from forge_jax.rollout.packets import DecodeShape
 from forge_jax.rollout.sampling import raw_logprobs, request_key, sample
@@ -44,8 +45,25 @@ def empty_slots(size: int) -> Slots:
     )
 
 
+def first_of_places(x: Array, rows: int, places: int) -> Array:
+    """The states of the slots that a call of `rows` has: the first of every place."""
+    if places == 1:
+        return x[:rows]
+    return x.reshape(places, -1, *x.shape[1:])[:, : rows // places].reshape(rows, *x.shape[1:])
+
+
+def put_first(x: Array, new: Array, places: int) -> Array:
+    """States of all slots with `new` ones of those that `first_of_places` gives."""
+    rows = len(new)
+    if places == 1:
+        return x.at[:rows].set(new)
+    wide = x.reshape(places, -1, *x.shape[1:])
+    part = new.reshape(places, -1, *x.shape[1:])
+    return wide.at[:, : rows // places].set(part).reshape(x.shape)
+
+
 def unpacked(
-    packed: Int[Array, " n"], shape: DecodeShape, slots: Slots, page: int
+    packed: Int[Array, " n"], shape: DecodeShape, slots: Slots, access: Access
 ) -> tuple[Slots, Array, Tables]:
     """The rows of a packet, those whose state is on the device from there; which ones are fresh,
     bool[B]; and its tables."""
@@ -54,19 +72,20 @@ def unpacked(
     shared = packed[shape.rows * width :].reshape(-1, 1 + shape.shared)
     header = wide[:, : packets.HEADER]
     state = header[:, packets.STATE]
-    kept = jax.tree.map(lambda x: x[: shape.rows], slots)
+    kept = jax.tree.map(lambda x: first_of_places(x, shape.rows, shape.places), slots)
 
     def chosen(old: Array, new: Array) -> Array:
         fresh = (state == packets.FRESH).reshape(-1, *(1,) * (old.ndim - 1))
         return jnp.where(fresh, new, old)
 
-    tables = Tables(own=wide[:, packets.HEADER :], shared=shared[:, 1:], pages=shared[:, 0])
+    own, common = access.local(wide[:, packets.HEADER :]), access.local(shared[:, 1:])
+    tables = Tables(own=own, shared=common, pages=shared[:, 0])
     rows, empty = jax.tree.map(chosen, kept, _fresh(header)), state == packets.EMPTY
     rows = dataclasses.replace(
         rows,
         active=rows.active & ~empty,
         # Its own table has scratch alone: that is where it writes.
-        position=jnp.where(empty, before_own(tables, page), rows.position),
+        position=jnp.where(empty, before_own(tables, access.page), rows.position),
     )
     return rows, state == packets.FRESH, tables
 

@@ -8,16 +8,19 @@ import dataclasses
 from typing import Any, TypeGuard
 
 import jax.numpy as jnp
+from jax.sharding import Sharding
 from jaxtyping import Array, Bool, Float, Int
 
 from forge_jax.config import RolloutConfig
 from forge_jax.models.config import ModelConfig
-from forge_jax.models.transformer import Ready
 from forge_jax.rollout import modules, ngram
-from forge_jax.rollout.cache import Pool, Views
+from forge_jax.rollout.access import Access, Pool
+from forge_jax.rollout.cache import Views
 from forge_jax.rollout.modules import Drafting, Given, Spans, Window
 from forge_jax.rollout.sampling import sample
+from forge_jax.rollout.slots import first_of_places, put_first
 from forge_jax.rollout.verify import NO_DRAFT
+from forge_jax.sharding import replicated
 from forge_jax.trees import pytree
 
 
@@ -31,14 +34,18 @@ class Said:
 Drafter = Drafting | Said | None
 
 
-def empty_drafter(rollout: RolloutConfig, cfg: ModelConfig, dtype: Any) -> Drafter:
-    """The drafter of an engine of these sizes, which has seen nothing."""
+def empty_drafter(
+    rollout: RolloutConfig, cfg: ModelConfig, dtype: Any, pool: Sharding | None = None
+) -> Drafter:
+    """The drafter of an engine of these sizes, which has seen nothing, beside a pool that is dealt
+    out as `pool` says."""
     if rollout.speculate == "mtp":
         sizes = (rollout.slots, rollout.pool_pages, rollout.modules)
-        return modules.empty_drafting(*sizes, cfg, dtype)
+        return modules.empty_drafting(*sizes, cfg, dtype, pool)
     if rollout.speculate == "ngram":
         shape = (rollout.slots, 2 * rollout.context)
-        return Said(rows=jnp.full(shape, ngram.NOTHING, jnp.int32))
+        everywhere = None if pool is None else replicated(pool)
+        return Said(rows=jnp.full(shape, ngram.NOTHING, jnp.int32, device=everywhere))
     return None
 
 
@@ -61,11 +68,11 @@ def prefilled(
     h: Float[Array, "R T E"],
     spans: Spans,
     cfg: ModelConfig,
-    ready: Ready,
+    access: Access,
 ) -> tuple[Pool, Drafter]:
     """The modules' part of the pool, if there is one, and the drafter after a prefill call."""
     if isinstance(drafter, Drafting):
-        return modules.prefilled(params, pool, drafter, h, spans, cfg, ready)
+        return modules.prefilled(params, pool, drafter, h, spans, cfg, access)
     return pool, drafter
 
 
@@ -92,9 +99,10 @@ def begun(
     packet had for the drafter."""
     if isinstance(drafter, Said):
         assert known is not None, "a packet without what was said"
-        old = drafter.rows[: len(fresh)]
+        places = given.access.places
+        old = first_of_places(drafter.rows, len(fresh), places)
         new = jnp.where(fresh[:, None], known, old)
-        return views, Said(rows=drafter.rows.at[: len(fresh)].set(new))
+        return views, Said(rows=put_first(drafter.rows, new, places))
     if not _asked(drafter, given.drafts):
         return views, drafter
     model, own = views[: given.cfg.layers], views[given.cfg.layers :]
@@ -102,13 +110,14 @@ def begun(
     return (*model, *own), drafter
 
 
-def proposed(drafter: Drafter, rows: Any, drafts: int) -> Int[Array, "B drafts"]:
+def proposed(drafter: Drafter, rows: Any, drafts: int, places: int = 1) -> Int[Array, "B drafts"]:
     """Guesses at the next tokens of rows."""
     size = len(rows.token)
     if isinstance(drafter, Said) and drafts:
-        return ngram.lookup(drafter.rows[:size], _end(drafter, rows.position), drafts)
+        said = first_of_places(drafter.rows, size, places)
+        return ngram.lookup(said, _end(drafter, rows.position), drafts)
     if isinstance(drafter, Drafting):
-        return drafter.drafts[:size, :drafts]
+        return first_of_places(drafter.drafts, size, places)[:, :drafts]
     return jnp.zeros((size, 0), jnp.int32)
 
 
@@ -127,9 +136,10 @@ def followed(
 ) -> tuple[tuple[Views, ...], Drafter]:
     """Views and drafter after a step."""
     if isinstance(drafter, Said):
-        size, end = len(seen.size), _end(drafter, seen.start)
-        new = ngram.said(drafter.rows[:size], end, seen.tokens, seen.size)
-        return views, Said(rows=drafter.rows.at[:size].set(new))
+        places = given.access.places
+        said = first_of_places(drafter.rows, len(seen.size), places)
+        new = ngram.said(said, _end(drafter, seen.start), seen.tokens, seen.size)
+        return views, Said(rows=put_first(drafter.rows, new, places))
     if not _asked(drafter, given.drafts):
         return views, drafter
     model, own = views[: given.cfg.layers], views[given.cfg.layers :]

@@ -12,8 +12,9 @@ from forge_jax.config import RolloutConfig
 from forge_jax.rollout.depth import DepthController
 from forge_jax.rollout.jobs import Job, Stay
 from forge_jax.rollout.ngram import NOTHING, Memory
-from forge_jax.rollout.packets import GOES_ON, IDLE, STATUS, DecodeShape, fit, row_buckets
+from forge_jax.rollout.packets import GOES_ON, IDLE, STATUS, DecodeShape
 from forge_jax.rollout.plans import Results
+from forge_jax.rollout.rows import rows_for
 
 
 class Speculator:
@@ -35,7 +36,7 @@ class Speculator:
             return 0
         chosen = 0
         if not any(stay.job.sampling.shaped for stay in stays):
-            rows = fit(max(stay.slot for stay in stays) + 1, row_buckets(self._cfg))
+            rows = rows_for((stay.slot for stay in stays), self._cfg)
             chosen = self._cfg.drafts
             if not self._cfg.deterministic:
                 followed = sum(stay.followed for stay in stays) / len(stays)

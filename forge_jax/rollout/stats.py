@@ -6,7 +6,7 @@ from forge_jax.types import Finish
 
 def gauges(scheduler: Scheduler) -> dict[str, float]:
     """Gauges and running totals."""
-    counts, memory = scheduler.counts, scheduler.memory
+    counts, places = scheduler.counts, scheduler.places.all
     rounds = counts["slot_rounds"]
     return {
         "requests_running": scheduler.running,
@@ -20,8 +20,8 @@ def gauges(scheduler: Scheduler) -> dict[str, float]:
         "prefill_calls": counts["prefill_calls"],
         "decode_calls": counts["decode_calls"],
         "slot_utilisation": counts["busy_slot_rounds"] / rounds if rounds else 0.0,
-        "pages_total": memory.pool.total,
-        "pages_free": memory.pool.free,
-        "pages_cached": memory.tree.evictable,
-        "pages_shared": memory.tree.locked,
+        "pages_total": sum(place.pool.total for place in places),
+        "pages_free": sum(place.pool.free for place in places),
+        "pages_cached": sum(place.tree.evictable for place in places),
+        "pages_shared": sum(place.tree.locked for place in places),
     }

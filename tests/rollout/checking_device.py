@@ -14,6 +14,7 @@ from forge_jax.rollout import packets
 from forge_jax.rollout.jobs import Stay
 from forge_jax.rollout.packets import Sampled
 from forge_jax.rollout.plans import Decode, Plan, Prefill, Results
+from forge_jax.rollout.rows import slot_of
 from forge_jax.rollout.scheduler import Scheduler
 
 VOCAB = 50
@@ -57,18 +58,20 @@ class FakeDevice:
 
     def _prefill(self, call: Prefill) -> Any:
         cfg, shape = self._cfg, call.shape
-        rows = cfg.chunk // shape.tokens
+        rows = cfg.chunk // shape.tokens * cfg.dealt
         width = packets.PREFILL_HEADER + shape.pages + shape.tokens + shape.scored
         assert call.packet.shape == (rows, width)
         routes = np.full((rows, shape.tokens, 1, 1), 99, np.int8)
+        parts = {part.row: part for part in call.parts}
         for index, row in enumerate(call.packet):
             slot, start, length = (int(x) for x in row[: packets.PREFILL_HEADER])
             if slot == cfg.slots:
-                assert index >= len(call.parts)
+                assert index not in parts
                 continue
             table = row[packets.PREFILL_HEADER :][: shape.pages]
             tokens = row[packets.PREFILL_HEADER + shape.pages :][:length]
-            part = call.parts[index]
+            part = parts[index]
+            assert index // (rows // cfg.dealt) == slot // cfg.place_slots, "beside its place"
             self._reads(table, part.stay, start)
             np.testing.assert_array_equal(tokens, part.stay.job.tokens[start : start + length])
             for place, token in enumerate(tokens, start):
@@ -93,8 +96,8 @@ class FakeDevice:
         shared = call.packet[shape.rows * width :].reshape(-1, 1 + shape.shared)
         out = np.zeros((shape.steps, 1, shape.rows, 4), np.int32)
         routes = np.full((shape.steps, 1, shape.rows, 1, 1), 99, np.int8)
-        for slot, row in enumerate(wide):
-            stay = call.owners[slot]
+        for index, row in enumerate(wide):
+            stay, slot = call.owners[index], slot_of(index, shape.rows, cfg)
             assert (row[packets.STATE] == packets.EMPTY) == (stay is None)
             if stay is None:
                 self._slots[slot][-1] = False
@@ -107,12 +110,13 @@ class FakeDevice:
                     stops,
                     True,
                 ]
-            count, *common = (int(x) for x in shared[slot // (shape.rows // len(shared))])
+            assert slot == stay.slot
+            count, *common = (int(x) for x in shared[index // (shape.rows // len(shared))])
             table = np.array([*common[:count], *row[packets.HEADER :]])
             assert self._slots[slot][1] < len(table) * cfg.page
             self._reads(table, stay, self._slots[slot][1])
             for step in range(shape.steps):
-                self._step(slot, table, out[step, 0, slot], routes[step, 0, slot])
+                self._step(slot, table, out[step, 0, index], routes[step, 0, index])
         return Sampled(out, routes if cfg.routes else None)
 
     def _step(self, slot: int, table: np.ndarray, out: np.ndarray, routes: np.ndarray) -> None:
@@ -132,7 +136,9 @@ class FakeDevice:
         out[packets.SAMPLED], out[packets.STATUS] = token, status
 
     def _reads(self, table: np.ndarray, stay: Stay, count: int) -> None:
-        """The first `count` tokens of a table are those of the stay's sequence."""
+        """The first `count` tokens of a table are those of the stay's sequence, at its place."""
+        places = {int(page) // self._cfg.place_pages for page in table if page != packets.SCRATCH}
+        assert places <= {stay.slot // self._cfg.place_slots}
         held = self.tokens[table[: -(-count // self._cfg.page)]].reshape(-1)[:count]
         known = min(count, stay.job.length)
         np.testing.assert_array_equal(held[:known], stay.job.tokens[:known])
@@ -170,4 +176,5 @@ class FakeDevice:
                 np.testing.assert_array_equal(self.tokens[page], was)
 
     def _gone(self, node: Any) -> bool:
-        return self._scheduler.memory.tree.get(node.key) is not node
+        memory = self._scheduler.places.all[node.page // self._cfg.place_pages]
+        return memory.tree.get(node.key) is not node

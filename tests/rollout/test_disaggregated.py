@@ -17,9 +17,10 @@ from forge_jax.config import RolloutConfig, UserError
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.layout import init, layout
 from forge_jax.models.tokenizer import ByteTokenizer
+from forge_jax.rollout.access import places_of
 from forge_jax.rollout.disaggregated import DisaggregatedEngine
 from forge_jax.rollout.engine import RolloutEngine
-from forge_jax.sharding import make_mesh, shardings
+from forge_jax.sharding import make_mesh, mesh_of, shardings
 
 DENSE = replace(SMALL, kv_heads=4)
 EXPERTS = replace(SMALL, family="qwen3_moe", experts=4, experts_per_token=2)
@@ -67,7 +68,9 @@ async def apart(
             mesh = make_mesh(**axes, devices=jax.devices()[first:])
             params = jax.device_put(weights(cfg), shardings(layout(cfg), mesh))
             device = stack.enter_context(ThreadPoolExecutor(1))
-            sides[side] = RolloutEngine(cfg, params, (), rollout, ByteTokenizer(), device)
+            places = places_of(mesh_of(params))
+            each = replace(rollout, slots=8 * places) if places > 1 else rollout
+            sides[side] = RolloutEngine(cfg, params, (), each, ByteTokenizer(), device)
         prefill, decode = sides["prefill"], sides["decode"]
         engine = DisaggregatedEngine([prefill], [decode], rollout)
         async with serving(engine):

@@ -27,7 +27,7 @@ from small_engine import (
     weights,
 )
 
-from forge_jax.config import RolloutConfig
+from forge_jax.config import RolloutConfig, UserError
 from forge_jax.models.layout import layout
 from forge_jax.rollout import programs
 from forge_jax.rollout.cache import pool_sharding
@@ -174,10 +174,13 @@ def test_weights_that_do_not_fit_are_refused_and_the_engine_goes_on() -> None:
 def test_sharded_weights_and_pages_give_the_same_logprobs() -> None:
     mesh = make_mesh(fsdp=2, tensor=2)
     cut = jax.device_put(weights(), shardings(layout(SMALL), mesh))
-    assert pool_sharding(cut["embed"].sharding, SMALL).spec == jax.P(None, "tensor")
+    assert pool_sharding(cut["embed"].sharding, SMALL, 2).spec == jax.P("fsdp", "tensor")
 
     async def run() -> None:
-        async with served(NARROW, params=cut) as engine:
+        with pytest.raises(UserError, match=r"rollout.slots=3 .* the mesh's 2 places"):
+            async with served(NARROW, params=cut):
+                pass
+        async with served(dataclasses.replace(NARROW, slots=4), params=cut) as engine:
             for version in (1, 2):
                 out = await complete(engine, ask(prompt(0, 5), seed=1))
                 want = teacher_logprobs(weights(), prompt(0, 5), out.ids, 1.0)

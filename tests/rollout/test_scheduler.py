@@ -122,12 +122,12 @@ class Host:
 
     def idle(self) -> None:
         """Nothing runs: every page is free or in the tree, and nobody holds any."""
-        memory = self.scheduler.memory
         self.scheduler.audit()
-        assert memory.tree.locked == 0
-        assert memory.pool.free + memory.tree.evictable == memory.pool.total
-        memory.tree.evict(len(memory.tree))
-        assert memory.pool.free == memory.pool.total, "leaves alone empty the tree"
+        for memory in self.scheduler.places.all:
+            assert memory.tree.locked == 0
+            assert memory.pool.free + memory.tree.evictable == memory.pool.total
+            memory.tree.evict(len(memory.tree))
+            assert memory.pool.free == memory.pool.total, "leaves alone empty the tree"
 
 
 def alone(request: Request, context: int) -> list[int]:
@@ -152,17 +152,19 @@ def prompts(rng: random.Random) -> np.ndarray:
 
 @pytest.mark.parametrize("mode", UPDATES)
 @pytest.mark.parametrize("routes", [False, True])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(6))
 def test_whatever_happens_every_request_ends_once_with_what_it_gets_alone(
     mode: str, routes: bool, seed: int
 ) -> None:
     """Requests come, callers leave, weights change and pauses begin, with hardly any pages."""
     rng = random.Random(f"{mode}{routes}{seed}")
-    pages = rng.choice([8, 9, 12, 17, 40])
+    places = max(1, seed - 2)
+    pages = rng.choice([8, 9, 12, 17, 40]) * places
     options = {"deterministic": seed == 2, "prefix_cache": seed != 3}
     cfg = RolloutConfig(
-        slots=rng.choice([3, 8]), context=24, page=4, chunk=8, decode_steps=rng.choice([1, 3, 5]),
-        pages=pages, routes=routes, prompt_logprobs=3, **options,
+        slots=rng.choice([3, 8]) * places, context=24, page=4, chunk=8,
+        decode_steps=rng.choice([1, 3, 5]), pages=pages, places=places, routes=routes,
+        prompt_logprobs=3, **options,
     )  # fmt: skip
     host = Host(cfg)
     for _ in range(400):

@@ -7,44 +7,62 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from test_drafting import CFG, MOE, guesses_of
 
 from forge_jax.config import RolloutConfig
 from forge_jax.models import layout
 from forge_jax.models.config import ModelConfig
 from forge_jax.rollout import packets, programs
-from forge_jax.rollout.cache import empty_pool
+from forge_jax.rollout.access import places_of
+from forge_jax.rollout.cache import empty_pool, pool_sharding
+from forge_jax.rollout.fitting import over_places
+from forge_jax.rollout.modules import Drafting
 from forge_jax.rollout.ngram import NOTHING
 from forge_jax.rollout.packets import DecodeRow, DecodeShape, Fresh, PrefillShape, Span
 from forge_jax.rollout.slots import empty_slots
 from forge_jax.rollout.speculation import empty_drafter
+from forge_jax.sharding import automatic, make_mesh, mesh_of, replicated, shardings
 
 SIZES = RolloutConfig(slots=4, context=40, page=4, chunk=16, decode_steps=3)
 OFF, MTP, NGRAM = (
     dataclasses.replace(SIZES, speculate=kind, drafts=3) for kind in ("off", "mtp", "ngram")
 )
 PAGES = 48
-TABLES = [[1 + 10 * slot + i for i in range(10)] for slot in range(4)]
+# Of two places with half of the slots and pages each, or of one.
+TABLES = [[24 * (slot // 2) + 10 * (slot % 2) + i for i in range(1, 11)] for slot in range(4)]
 PROMPTS = (1, 9, 15, 2)  # lengths; at 9 the page before the newest token is full
 
 
 class Device:
     """A pool, slots and a drafter, and the programs that change them."""
 
-    def __init__(self, rollout: RolloutConfig, cfg: ModelConfig, params: Any) -> None:
-        self.rollout, self.cfg = rollout, cfg
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        cfg: ModelConfig,
+        params: Any,
+        mesh: Mesh | None = None,
+        attention: str = "xla",
+    ) -> None:
+        if mesh is not None:
+            params = jax.device_put(
+                params, jax.tree.map(automatic, shardings(layout.layout(cfg), mesh))
+            )
+        self.rollout = over_places(dataclasses.replace(rollout, pages=PAGES), places_of(mesh))
         self.weights = programs.publish(params, cfg=cfg, modules=rollout.modules)
-        where = self.weights["embed"].sharding
+        where = pool_sharding(self.weights["embed"].sharding, cfg, self.rollout.dealt)
         sizes = (PAGES, rollout.page, np.float32, where, rollout.modules)
         self.pool = empty_pool(cfg, *sizes)
-        self.slots = empty_slots(rollout.slots)
-        self.drafter = empty_drafter(dataclasses.replace(rollout, pages=PAGES), cfg, np.float32)
+        self.slots = jax.device_put(empty_slots(rollout.slots), replicated(where))
+        self.drafter = empty_drafter(self.rollout, cfg, np.float32, where)
+        self.static = {"cfg": cfg, "attention": attention, "mesh": mesh_of(self.weights)}
 
     def prefill(self, *spans: Span) -> None:
-        shape = PrefillShape(tokens=4, pages=10)
+        shape = PrefillShape(tokens=4, pages=10, places=self.rollout.dealt)
         packet = packets.pack_prefill(spans, shape, self.rollout)
         self.pool, self.drafter, _ = programs.prefill(
-            self.weights, self.pool, self.drafter, packet, cfg=self.cfg, shape=shape
+            self.weights, self.pool, self.drafter, packet, shape=shape, **self.static
         )
 
     def decode(
@@ -56,11 +74,13 @@ class Device:
     ) -> Any:
         shared = 10 if bundles else 0
         steps = self.rollout.decode_steps
-        shape = DecodeShape(rows=4, shared=shared, own=10, steps=steps, drafts=drafts)
+        shape = DecodeShape(
+            rows=4, shared=shared, own=10, steps=steps, drafts=drafts, places=self.rollout.dealt
+        )
         packet = packets.pack_decode(rows, bundles or [], shape, self.rollout)
         self.pool, self.slots, self.drafter, result = programs.decode(
             self.weights, self.pool, self.slots, self.drafter, packet,
-            cfg=self.cfg, shape=shape, routes=routes,
+            shape=shape, routes=routes, **self.static,
         )  # fmt: skip
         return jax.device_get(result)
 
@@ -172,6 +192,25 @@ def test_drafts_change_no_token(
         assert [len(row) for row in said] == [39, 27, 25, 38]
     else:
         assert min(len(row) for row in said) < 25
+
+
+@pytest.mark.parametrize(
+    ("rollout", "attention"), [(MTP, "xla"), (NGRAM, "xla")], ids=["modules", "text"]
+)
+def test_drafts_change_no_token_at_two_places(
+    off: Any, rollout: RolloutConfig, attention: str
+) -> None:
+    """Which have pages, and tails of them, of their own."""
+    expected, _ = off(CFG, 1.0, -1)
+    device = Device(rollout, CFG, parameters(CFG), make_mesh(fsdp=2), attention)
+    said, _ = played(device, [3])
+    for row, wanted in zip(said, expected, strict=True):
+        assert [t for t, _ in row] == [t for t, _ in wanted]
+        np.testing.assert_allclose([p for _, p in row], [p for _, p in wanted], atol=1e-4)
+    dealt = [*jax.tree.leaves(device.pool)]
+    if isinstance(device.drafter, Drafting):
+        dealt.append(device.drafter.tails)
+    assert {shard.data.shape[0] for x in dealt for shard in x.addressable_shards} == {PAGES // 2}
 
 
 def test_earlier_text_saves_calls(off: Any) -> None:
