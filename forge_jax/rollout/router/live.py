@@ -179,7 +179,7 @@ class Router:
         held = {name: self._held(self._engines[name], reads) for name in self._fleet.names}
         # Pages of one store, so what one engine has put there the others find.
         held[STORE] = self._page * max(
-            self._engines[name].stored_prefix(ids) for name in self._fleet.names
+            self._engines[name].stored_prefix(reads) for name in self._fleet.names
         )
         plan = self._fleet.decide(call, blocks, held, now)
         self._fleet.sent(call, blocks, plan, now)
