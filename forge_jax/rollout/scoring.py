@@ -77,7 +77,7 @@ def scored(
         return _scores(transformer.logits(params, each[0], cfg), each[1], min(top, cfg.vocab))
 
     told = jax.lax.map(some, (rows, jnp.pad(labels, (0, missing)).reshape(-1, size)))
-    return Scores(*(x.reshape(-1, *x.shape[2:])[:count] for x in told))
+    return Scores(*(x.reshape(count + missing, *x.shape[2:])[:count] for x in told))
 
 
 def _scores(logits: Float[Array, "M V"], labels: Int[Array, " M"], top: int) -> Scores:

@@ -24,7 +24,7 @@ from forge_jax.rollout.slots import empty_slots
 from forge_jax.types import Chunk, Finish, Request, Sampling
 
 CFG = dataclasses.replace(SMALL, family="qwen3_moe", ffn=32, experts=8, experts_per_token=2)
-ROLLOUT = dataclasses.replace(NARROW, context=32, routes=True)
+ROLLOUT = dataclasses.replace(NARROW, context=32, routes=True, prompt_logprobs=0)
 LENGTH = 10  # of a prompt
 STOPS = tuple("0123456789")  # of texts in which every token is three digits
 
@@ -98,8 +98,9 @@ def test_what_a_stop_text_cuts_off_has_none(engine, params) -> None:
 
 
 def test_tokens_that_another_request_computed_have_theirs(engine, params) -> None:
-    """Later requests read two pages of the first one, the last of them no more than that."""
-    first = ask(prompt(60, LENGTH), max_tokens=8)
+    """Later requests read two pages of the first one, whose prompt is scored, the last of them no
+    more than that."""
+    first = ask(prompt(60, LENGTH), max_tokens=8, prompt_logprobs=0)
     again = [ask(first.prompt[:length], max_tokens=4) for length in (LENGTH, LENGTH - 1)]
     chunks, *others = served(engine, first, *again)
     checked(params, first, chunks)

@@ -174,12 +174,14 @@ def test_an_engine_made_of_others_tells_them_too(several: str) -> None:
 
 
 def test_on_a_mesh_they_are_those_of_one_device() -> None:
-    mesh = make_mesh(tensor=2)
+    mesh = make_mesh(fsdp=2, tensor=2)  # of two places, which read a prompt each at once
     cut = jax.device_put(weights(), shardings(layout(SMALL), mesh))
 
     async def run() -> None:
         async with served(TOLD, params=cut) as engine:
-            check((await told(engine, PROMPTS[-1])).prompt, weights(), PROMPTS[-1])
+            found = await asyncio.gather(*(told(engine, tokens) for tokens in PROMPTS[-3:]))
+        for tokens, chunk in zip(PROMPTS[-3:], found, strict=True):
+            check(chunk.prompt, weights(), tokens)
 
     asyncio.run(run())
 
