@@ -32,7 +32,7 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab: int, stop_ids: Sequence[int]):
         """`vocab` is the model's, which may have more ids than the tokenizer."""
         self._tokenizer, self._vocab = tokenizer, vocab
-        self._stop_ids = tuple(stop_ids)
+        self._stop_ids = tuple(index for index in stop_ids if index < vocab)
         self._lock = threading.Lock()
         self._compiled = functools.lru_cache(maxsize=256)(self._compile)
 
@@ -119,13 +119,33 @@ class _Vocabulary:
             b"<|%d|>" % index if index in special else self._bytes(index) for index in range(count)
         ]
         self.tokens += [b""] * (vocab - count)
+        self._ids = {raw: i for i, raw in enumerate(self.tokens) if raw and i not in special}
+        self._longest = max(map(len, self._ids), default=0)
 
     def _bytes(self, index: int) -> bytes:
         raw = self._tokenizer.piece(index, False)
         return b"" if raw == REPLACEMENT else raw
 
     def __call__(self, text: bytes) -> list[int]:
-        return self._tokenizer.encode(text.decode("utf-8", "replace"))
+        """Ids of a forced text: the tokenizer's, unless it adds to the text or reads it as
+        something else, as it does with a space before the first word or with control tokens."""
+        ids = self._tokenizer.encode(text.decode("utf-8", "replace"))
+        exact = all(index < len(self.tokens) for index in ids)
+        if exact and b"".join(self.tokens[index] for index in ids) == text:
+            return ids
+        return self._greedy(text)
+
+    def _greedy(self, text: bytes) -> list[int]:
+        """The longest tokens, from left to right, as far as there are any."""
+        ids: list[int] = []
+        while text:
+            sizes = range(min(self._longest, len(text)), 0, -1)
+            size = next((n for n in sizes if text[:n] in self._ids), 0)
+            if not size:
+                break
+            ids.append(self._ids[text[:size]])
+            text = text[size:]
+        return ids
 
 
 def _refused(grammar: Grammar, why: str) -> Refused:

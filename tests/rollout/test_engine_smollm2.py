@@ -1,16 +1,22 @@
 """The engine on real weights: SmolLM2-135M's greedy tokens and log-probs are transformers'."""
 
 import asyncio
+import dataclasses
+import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 
 from experiments.models import resolve
 from experiments.smollm2 import fetch
 from forge_jax.config import RolloutConfig, UserError
+from forge_jax.models.load import LoadedModel
 from forge_jax.rollout.engine import RolloutEngine
-from forge_jax.types import Request, Sampling
+from forge_jax.types import Grammar, Request, Sampling
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -43,6 +49,42 @@ PROMPTS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return resolve(str(weights_file()))
+
+
+def weights_file() -> Path:
+    try:
+        return fetch()
+    except UserError as error:
+        pytest.skip(f"the weights cannot be had here: {error}")
+
+
+async def written(
+    model: LoadedModel, sizes: RolloutConfig, asked: list[tuple[str, dict[str, Any]]]
+) -> list[str]:
+    """Texts of the answers to prompts with settings, without what ended them."""
+    chat = model.chat
+
+    async def one(engine: RolloutEngine, text: str, settings: dict[str, Any]) -> str:
+        prompt = np.array(chat.tokenizer.encode(text), np.int32)
+        chunks = engine.generate(Request(prompt=prompt, sampling=Sampling(**settings)))
+        ids = np.concatenate([chunk.ids async for chunk in chunks]).tolist()
+        assert ids[-1] in chat.stop_ids
+        return chat.tokenizer.decode(ids[:-1])
+
+    with ThreadPoolExecutor(1) as device:
+        engine = RolloutEngine(
+            model.cfg, model.params, chat.stop_ids, sizes, chat.tokenizer, device
+        )
+        serving = asyncio.create_task(engine.serve())
+        found = await asyncio.gather(*(one(engine, *each) for each in asked))
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+    return list(found)
+
+
 async def answers(model, prompts: list[np.ndarray]) -> list[tuple[list[int], np.ndarray]]:
     """Greedy tokens and their log-probs under softmax(logits), all prompts at once."""
 
@@ -61,12 +103,8 @@ async def answers(model, prompts: list[np.ndarray]) -> list[tuple[list[int], np.
     return list(found)
 
 
-def test_greedy_tokens_are_those_of_transformers() -> None:
-    try:
-        file = fetch()
-    except UserError as error:
-        pytest.skip(f"the weights cannot be had here: {error}")
-    model = resolve(str(file))
+def test_greedy_tokens_are_those_of_transformers(model: LoadedModel) -> None:
+    file = weights_file()
     prompts = [np.array(model.chat.tokenizer.encode(text), np.int32) for text in PROMPTS]
     ours = asyncio.run(answers(model, prompts))
     oracle = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
@@ -79,3 +117,23 @@ def test_greedy_tokens_are_those_of_transformers() -> None:
         assert rows.argmax(-1).tolist() == ids
         expected = rows.log_softmax(-1)[torch.arange(TOKENS), torch.tensor(ids)].numpy()
         np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+
+
+def test_answers_belong_to_grammars_over_its_tokens(model: LoadedModel) -> None:
+    choices = Grammar(kind="choice", text='[" London", " Paris", " Rome"]')
+    asked = model.chat.format.render([{"role": "user", "content": "Name a city."}])
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 12}, "known": {"type": "boolean"}},
+        "required": ["city", "known"],
+        "additionalProperties": False,
+    }
+    fields = Grammar(kind="json", text=json.dumps(schema))
+    likely = [(PROMPTS[0], {"grammar": choices, "temperature": 0.0})]
+    hot = [(asked, {"grammar": fields, "temperature": 1.5, "seed": seed}) for seed in range(3)]
+    sizes = dataclasses.replace(SIZES, shaping=True, context=96)
+    best, *others = asyncio.run(written(model, sizes, [*likely, *hot]))
+    assert best == " Paris"
+    for text in others:
+        jsonschema.validate(json.loads(text), schema)
+    assert len(set(others)) == 3

@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from forge_jax.models.tokenizer import ByteTokenizer, JsonTokenizer
 from forge_jax.rollout.grammar import Grammars, Matcher
@@ -37,10 +37,28 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
             vocab_size=500, initial_alphabet=alphabet, special_tokens=special, show_progress=False
         ),
     )
-    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
-    made.save(str(path))
-    tokenizer = JsonTokenizer(Path(path))
-    return Grammars(tokenizer, tokenizer.vocab_size + 700, (1,))
+    return grammars_of(made, tmp_path_factory.mktemp("bpe"), 1)
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
+    """Of a tokenizer as Llama 2's, which puts a space before the first word."""
+    vocab = {"<unk>": 0} | {f"<0x{b:02X}>": 1 + b for b in range(256)}
+    vocab |= {c: 257 + i for i, c in enumerate(["▁", *"abcdefghijklmnopqrstuvwxyz", "he", "▁n"])}
+    merges = [("h", "e"), ("▁", "n")]
+    made = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
+    spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    made.normalizer = normalizers.Sequence(spaces)
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+    made.add_special_tokens(["</s>"])
+    return grammars_of(made, tmp_path_factory.mktemp("words"), made.token_to_id("</s>"))
+
+
+def grammars_of(made: Tokenizer, folder: Path, end: int) -> Grammars:
+    made.save(str(folder / "tokenizer.json"))
+    tokenizer = JsonTokenizer(folder / "tokenizer.json")
+    return Grammars(tokenizer, tokenizer.vocab_size + 700, (end,))
 
 
 def allowed(matcher: Matcher) -> list[int]:
@@ -96,10 +114,10 @@ def whole(seed: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_json_is_valid_under_its_schema(seed: int, pairs: Grammars) -> None:
+def test_json_is_valid_under_its_schema(seed: int, pairs: Grammars, words: Grammars) -> None:
     wanted = whole(seed)
     grammar = Grammar(kind="json", text=json.dumps(wanted))
-    for grammars in (BYTES, pairs):
+    for grammars in (BYTES, pairs, words):
         texts = [written(grammars, grammar, random.Random(seed), ahead) for ahead in (1, 4)]
         for text in texts:
             if text is not None:
@@ -124,10 +142,10 @@ def test_texts_match_a_regular_expression_whole(regex: str, pairs: Grammars) -> 
         assert re.fullmatch(regex, text)
 
 
-def test_every_choice_comes_and_nothing_else(pairs: Grammars) -> None:
-    choices = ["yes", "yes and no", 'a "quoted"\n\\ one', "日本 🙂", "look"]
+def test_every_choice_comes_and_nothing_else(pairs: Grammars, words: Grammars) -> None:
+    choices = ["yes", "yes and no", 'a "quoted"\n\\ one', "日本 🙂", "<|im_end|></s>"]
     grammar = Grammar(kind="choice", text=json.dumps(choices))
-    for grammars in (BYTES, pairs):
+    for grammars in (BYTES, pairs, words):
         texts = {written(grammars, grammar, random.Random(seed)) for seed in range(300)}
         assert texts == set(choices)
 
