@@ -23,6 +23,7 @@ TINY = (
     "checkpoint_every=1",
 )
 SYNCHRONOUS = (*TINY, "sched.synchronous=true", "sched.in_flight=2", "sched.window=0")
+
 # As at a user's: one device. The programs of all runs are in one compilation cache.
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
 
@@ -40,7 +41,10 @@ def start(
 
 
 def finish(run: subprocess.Popen[str]) -> dict:
-    out, err = run.communicate(timeout=300)
+    try:
+        out, err = run.communicate(timeout=300)
+    finally:
+        run.kill()
     assert run.returncode == 0, err
     return json.loads(out.splitlines()[-1])
 
