@@ -1,5 +1,6 @@
 # make train   trains the default agent on this machine     (ARGS="key=value ...")
 # make test    runs the tests, in WORKERS=2 processes       (ARGS="tests/sched -k window")
+#              (JAX_COMPILATION_CACHE_DIR=FOLDER keeps compiled programs for the next time)
 # make lint    checks format, lint and types
 PYTHON  ?= python3
 VENV    ?= .venv
