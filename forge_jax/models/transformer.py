@@ -70,6 +70,8 @@ def hidden(
     h = embedded(params, tokens, cfg, ready)
     turned = rotation(positions, cfg, accumulator(h))
     stacked = isinstance(params["layers"], dict)
+    if not stacked:  # or the compiler computes the angles again in every layer, for every head
+        turned = jax.lax.optimization_barrier(turned)
 
     def layer(h: Array, weights: Any, cache: Any, routes: Any) -> tuple[Array, tuple[Any, Any]]:
         h, weights = named(h, "stream"), ready.layer(weights)

@@ -82,6 +82,14 @@ def test_scan_loop_and_recomputation_are_one_function(params: Any, seed: int) ->
     close((loss, gradient), expected, 2e-4)
 
 
+def test_angles_are_computed_once_for_all_layers(params: Any) -> None:
+    ready, tokens = unstack(params, SMALL), jnp.zeros((2, 5), jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(5), tokens.shape)
+    program = jax.jit(functools.partial(states, sees=causal(5), cfg=SMALL))
+    text = program.lower(ready, tokens, positions).compile().as_text()
+    assert text.count(" cosine(") == 1 < SMALL.layers
+
+
 def test_an_unknown_recomputation_policy_is_refused(params: Any) -> None:
     tokens = draw_tokens(SMALL, LENGTH)
     with pytest.raises(ValueError, match="remat='all'"):
