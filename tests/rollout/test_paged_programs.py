@@ -179,27 +179,34 @@ def test_pages_move(alone):
     np.testing.assert_allclose(logps(result, 0), alone[1][:3], atol=1e-5)
 
 
-@pytest.mark.parametrize("axes", [{}, {"tensor": 2}])
+@pytest.mark.parametrize("axes", [{}, {"tensor": 2}, {"data": 2, "tensor": 2}])
 def test_pages_read_where_they_are_are_pages_gathered(axes: dict[str, int]) -> None:
-    """By the kernel for TPU, interpreted; on a mesh each device reads its own heads."""
-    rollout = RolloutConfig(slots=4, context=32, page=8, chunk=16, decode_steps=3)
-    prefix, shape = (
-        PrefillShape(tokens=16, pages=4),
-        DecodeShape(rows=4, shared=4, own=4, steps=3, drafts=0),
+    """By the kernel for TPU, interpreted; on a mesh each device reads its own heads, and the
+    pages of its place."""
+    places = axes.get("data", 1)
+    rollout = RolloutConfig(
+        slots=4, context=32, page=8, chunk=16, decode_steps=3, pages=12, places=places
     )
-    tokens, tables = prompt(0), {0: [1, 2, 3], 3: [1, 5, 6]}
+    prefix, shape = (
+        PrefillShape(tokens=16, pages=4, places=places),
+        DecodeShape(rows=4, shared=4, own=4, steps=3, drafts=0, places=places),
+    )
+    tokens, tables, bundles = prompt(0), {0: [1, 2, 3], 3: [1, 5, 6]}, [[1]]
+    if places == 2:
+        tables, bundles = {0: [1, 2, 3], 3: [7, 8, 9]}, [[1], [7]]
     taken, where = weights(), None
     if axes:
         placed = shardings(layout(SMALL), make_mesh(**axes))
         taken = jax.device_put(taken, jax.tree.map(automatic, placed))
     taken = programs.publish(taken, cfg=SMALL)
-    mesh, where = mesh_of(taken), pool_sharding(taken["embed"].sharding, SMALL)
+    mesh, where = mesh_of(taken), pool_sharding(taken["embed"].sharding, SMALL, places)
     found = {}
     for attention in ("xla", "pallas"):
-        pool = empty_pool(SMALL, 8, rollout.page, np.float32, where)
+        pool = empty_pool(SMALL, 12, rollout.page, np.float32, where)
         slots = jax.device_put(empty_slots(4), replicated(where))
         spans = [
-            Span(slot=0, start=0, tokens=tokens[:-1], table=table) for table in tables.values()
+            Span(slot=slot, start=0, tokens=tokens[:-1], table=table)
+            for slot, table in tables.items()
         ]
         for given in spans:
             packet = pack_prefill([given], prefix, rollout)
@@ -207,7 +214,7 @@ def test_pages_read_where_they_are_are_pages_gathered(axes: dict[str, int]) -> N
                 taken, pool, None, packet, cfg=SMALL, shape=prefix, attention=attention, mesh=mesh
             )
         rows = [row(slot, tokens, table, 1, slot) for slot, table in tables.items()]
-        packet = pack_decode(rows, [[1]], shape, rollout)
+        packet = pack_decode(rows, bundles, shape, rollout)
         pool, slots, _, result = programs.decode(
             taken, pool, slots, None, packet, cfg=SMALL, shape=shape, attention=attention, mesh=mesh
         )
@@ -219,4 +226,5 @@ def test_pages_read_where_they_are_are_pages_gathered(axes: dict[str, int]) -> N
             a, b = (np.ascontiguousarray(x[:, column]).view(np.float32) for x in (one, other))
             np.testing.assert_allclose(a, b, atol=1e-5)
     for x, y in zip(*(jax.tree.leaves(pool) for _, pool in found.values()), strict=True):
-        np.testing.assert_allclose(x[1:], y[1:], atol=1e-5)
+        written = [page for page in range(12) if page % rollout.place_pages]
+        np.testing.assert_allclose(x[written], y[written], atol=1e-5)
