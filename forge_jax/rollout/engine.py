@@ -58,8 +58,7 @@ class RolloutEngine:
     ):
         """`version` is that of `params`; `seed` draws the seeds of requests without one.
 
-        Raises UserError if a sequence may be longer than the model was made for, routes are to be
-        recorded of a model without experts, or slots do not divide over the mesh of `params`.
+        Raises UserError where these sizes do not suit the model, or the mesh of `params`.
         """
         check_model(rollout, cfg)
         rollout = over_places(rollout, places_of(mesh_of(params)))
