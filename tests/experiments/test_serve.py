@@ -145,12 +145,16 @@ def test_a_real_server(mesh: tuple[str, ...]) -> None:
             ask |= {"prompt": tokens, "n": 1, "echo": True, "max_tokens": 0}
             [scored] = client.completions.create(**ask).choices
             assert scored.logprobs.token_logprobs[3:] == pytest.approx(told[0][1], abs=1e-4)
+            ask = {"model": "m", "prompt": "x", "extra_body": {"guided_choice": ["yes", "no"]}}
+            [chosen] = client.completions.create(**ask).choices
+            assert chosen.text in ("yes", "no")
+            assert chosen.finish_reason == "stop"
         for prompt, code in (([1] * 40, "context_length_exceeded"), ([70_000], None)):
             answer = httpx.post(f"{ready['url']}/v1/completions", json={"prompt": prompt})
             assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
         bearer = {"authorization": "Bearer secret"}
         turns = httpx.get(f"{ready['url']}/sessions/k", headers=bearer).json()["turns"]
-        assert len(turns) == 7
+        assert len(turns) == 8
         assert stopped(process) == (0, "")
 
 
