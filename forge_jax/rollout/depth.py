@@ -23,6 +23,7 @@ DOUBT = 4  # drafts' worth of belief that a depth guesses as well as the one bef
 PAIRS = 2  # of calls side by side before a depth is judged
 RECENT = 16  # pairs whose median is the cost: what disturbs a call lengthens it in either place
 GAIN = 1.05  # what another depth must win over the present one
+LEAST = 1.02  # what drafting must win over none to go on
 FIRST, GROWTH, RAREST = 2, 1.25, 256  # calls between probes: at first, by each one, and at most
 PROBE = 2  # calls of a probe: a request's first one has a prefill beside it and is not timed
 CHANGED = 32  # ... at most where the best depth has changed
@@ -130,8 +131,11 @@ class DepthController:
         for depth in self._depths:
             cost, more = self.cost(rows, depth), self.expected(depth) - 1
             gains[depth] = 0.0 if cost is None else (1 + followed * more) / cost
-        depth, now = max(gains, key=gains.__getitem__), self._buckets[rows].best
-        return depth if gains[depth] > GAIN * gains[now] or gains[now] < 1 else now
+        now = self._buckets[rows].best
+        if now and gains[now] < LEAST:
+            now = 0
+        depth = max(gains, key=gains.__getitem__)
+        return depth if gains[depth] > GAIN * gains[now] else now
 
     def _pair(self, bucket: _Bucket, one: tuple[int, float], two: tuple[int, float]) -> None:
         """What two calls side by side say of the cost of the deeper one, or of the one that is

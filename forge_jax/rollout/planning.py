@@ -104,14 +104,14 @@ def _decode_sizes(cfg: RolloutConfig, name: str) -> tuple[int, ...]:
     return tuple(sorted({vars(shape)[name] for shape in decode_shapes(cfg)}))
 
 
-def window(cfg: RolloutConfig) -> int:
-    """Tokens that a decode call samples of a row at most."""
-    return cfg.decode_steps * (1 + max(cfg.depths))
+def window(cfg: RolloutConfig, drafts: int) -> int:
+    """Tokens that a decode call of so many drafts samples of a row at most."""
+    return cfg.decode_steps * (1 + drafts)
 
 
-def reach(stay: Stay, cfg: RolloutConfig) -> int:
+def reach(stay: Stay, cfg: RolloutConfig, drafts: int) -> int:
     """Tokens of a stay's sequence that its next decode call may know, feed or write over."""
-    return min(stay.job.length + stay.most + window(cfg), stay.job.total)
+    return min(stay.job.length + stay.most + window(cfg, drafts), stay.job.total)
 
 
 def plan_decode(
@@ -133,7 +133,7 @@ def plan_decode(
     own = 0
     for row, owner in enumerate(owners):
         if owner is not None:
-            own = max(own, -(-reach(owner, cfg) // cfg.page) - counts[row // cfg.bundle])
+            own = max(own, -(-reach(owner, cfg, drafts) // cfg.page) - counts[row // cfg.bundle])
     shape = DecodeShape(
         rows=rows,
         shared=fit(max(counts), _decode_sizes(cfg, "shared")),
@@ -162,7 +162,7 @@ def _shaped(
     """A call for `stays` of which some change their logits. What these have is known: no call
     with them is unread when the next one is planned, see `Scheduler.stepwise`. It is as long as
     the grammars among them can tell what comes."""
-    own = max(-(-reach(stay, cfg) // cfg.page) for stay in stays)
+    own = max(-(-reach(stay, cfg, 0) // cfg.page) for stay in stays)
     shapes = (each for each in shaped_shapes(cfg, vocab) if each.rows == len(owners))
     shape = next(each for each in shapes if each.own >= own)
     rows = [_row(stay, stay.table[: shape.own], lambda _: None) for stay in stays]

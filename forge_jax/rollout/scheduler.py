@@ -230,14 +230,14 @@ class Scheduler:
 
     def _reserve(self, running: int) -> int:
         """Pages to leave for what so many jobs of a place will need next."""
-        return running * -(-window(self._cfg) // self._cfg.page)
+        return running * -(-window(self._cfg, max(self._cfg.depths)) // self._cfg.page)
 
     def _grow(self) -> None:
         """Pages for the next tokens of all that are sampled, oldest first; while there are too
         few, the youngest of the place has to go."""
         for stay in sorted(self._stays.values(), key=lambda stay: stay.job.number):
             while not stay.over and stay.ready:
-                if self.places.grow(stay, reach(stay, self._cfg)):
+                if self.places.grow(stay, reach(stay, self._cfg, max(self._cfg.depths))):
                     break
                 here = (other for other in self._stays.values() if other.place == stay.place)
                 self._retract(max(here, key=lambda other: other.job.number))

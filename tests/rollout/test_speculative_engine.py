@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from small_engine import BYTES, Completion, ask, complete, serving
-from test_drafting import CFG
+from small_engine import BYTES, Completion, ask, complete, log_softmax, serving
+from test_drafting import CFG, whole
 
 from forge_jax.config import RolloutConfig, UserError
-from forge_jax.models import layout
+from forge_jax.models import layout, transformer
 from forge_jax.rollout import packets
 from forge_jax.rollout.engine import RolloutEngine
 from forge_jax.rollout.jobs import Limits, job_of
@@ -128,6 +128,83 @@ def test_on_is_off_where_some_change_their_logits(
     assert stats["draft_tokens"] > 0
 
 
+def test_after_an_update_drafts_are_those_of_an_engine_that_began_with_the_weights() -> None:
+    """Also where the prompt was cached before, and of requests that run across it."""
+    rollout = dataclasses.replace(MTP, deterministic=True, update="recompute", pages=None)
+    old, new = (layout.init(CFG, jax.random.key(seed)) for seed in (4, 5))
+    asked = [one for one in requests() if one.sampling.max_tokens is None][:6]
+
+    async def counted(engine: RolloutEngine) -> dict[str, float]:
+        before = dict(engine.stats())
+        await asyncio.gather(*(complete(engine, one) for one in asked))
+        told = ("drafts", "draft_tokens_1", "accepted_tokens_1", "accepted_tokens_2")
+        return {name: engine.stats().get(name, 0) - before.get(name, 0) for name in told}
+
+    async def run() -> None:
+        with ThreadPoolExecutor(1) as device:
+            engine = RolloutEngine(CFG, old, (), rollout, BYTES, device)
+            async with serving(engine):
+                of_old = await counted(engine)
+                running = asyncio.create_task(complete(engine, ask(asked[0].prompt, seed=9)))
+                await asyncio.sleep(0)
+                await engine.swap(1, new)
+                await running
+                of_new = await counted(engine)
+            fresh = RolloutEngine(CFG, new, (), rollout, BYTES, device)
+            async with serving(fresh):
+                assert await counted(fresh) == of_new != of_old
+            assert {"calls_of_2"} == {n for n in engine.stats() if n.startswith("calls_of_")}
+
+    asyncio.run(run())
+
+
+def cut(logits: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
+    """Probabilities of what is left of `logits` [..., V], by the book."""
+    p = np.exp(log_softmax(logits))
+    order = np.argsort(-p, axis=-1)
+    ranked = np.take_along_axis(p, order, axis=-1)
+    left = (np.cumsum(ranked, axis=-1) - ranked < top_p) & (np.arange(p.shape[-1]) < top_k)
+    kept = np.zeros_like(p)
+    np.put_along_axis(kept, order, np.where(left, ranked, 0), axis=-1)
+    return kept / kept.sum(-1, keepdims=True)
+
+
+def test_tokens_have_their_exact_distribution_whatever_drafts_and_truncates() -> None:
+    """The first two tokens of many requests, of plain ones, which are drafted, and of truncated
+    ones, against the probabilities of the model on whole sequences."""
+    n, start = 400, np.array([3, 1, 4, 1, 5], np.int32)
+    settings = ({"temperature": 0.6}, {"top_k": 6}, {"top_p": 0.7, "temperature": 0.8})
+    plain, *truncated = [
+        [ask(start, seed=i, max_tokens=3, ignore_eos=True, **one) for i in range(n)]
+        for one in settings
+    ]
+    always = dataclasses.replace(MTP, deterministic=True, pages=None)
+    drafted, stats = asyncio.run(said(always, plain))
+    assert stats["accepted_tokens"] > 0.02 * n
+    rollout = dataclasses.replace(MTP, shaping=True)
+    cut_short, _ = asyncio.run(said(rollout, [one for many in truncated for one in many]))
+    found = [*drafted[:n], *cut_short]
+    params = layout.init(CFG, jax.random.key(4))
+    after = np.array([[*start, word] for word in range(CFG.vocab)])
+    logits = np.stack(
+        [transformer.logits(params, whole(params, row, CFG)[0], CFG) for row in after]
+    )
+    for place, one in enumerate(settings):
+        warm = logits / one.get("temperature", 1.0)
+        limits = int(one.get("top_k", CFG.vocab)), one.get("top_p", 1.0)
+        exact = cut(warm[0, len(start) - 1], *limits)[:, None] * cut(warm[:, -1], *limits)
+        seen = np.zeros_like(exact)
+        for completion in found[place * n : (place + 1) * n]:
+            seen[tuple(completion.ids[:2])] += 1
+        assert not seen[exact == 0].any()
+        often = exact * n >= 5
+        expected = np.append(exact[often], exact[~often].sum()) * n
+        found_here = np.append(seen[often], seen[~often].sum())
+        chi2 = ((found_here - expected)[expected > 0] ** 2 / expected[expected > 0]).sum()
+        free = len(expected) - 1
+        assert chi2 < free + 5 * np.sqrt(2 * free), one  # five standard deviations
+
+
 def test_a_drafter_is_told_what_a_shaped_call_sampled() -> None:
     rollout = dataclasses.replace(NGRAM, shaping=True)
     scheduler = Scheduler(rollout, b"0", CFG.vocab)
@@ -160,6 +237,21 @@ def test_a_drafter_is_told_what_a_shaped_call_sampled() -> None:
     own = after.decode.packet[-shape.rows * 2 * rollout.context :].reshape(shape.rows, 2, -1)
     known = [7, *range(11, 11 + steps)]
     assert own[slot, 1].tolist() == known + [NOTHING] * (rollout.context - len(known))
+
+
+def test_a_call_without_drafts_reads_no_more_pages_where_there_might_be_some() -> None:
+    deep = dataclasses.replace(NGRAM, drafts=8, page=4, pages=None)
+    shapes = []
+    for rollout in (deep, dataclasses.replace(deep, speculate="off")):
+        scheduler = Scheduler(rollout, b"0", CFG.vocab)
+        limits = Limits(context=rollout.context, vocab=CFG.vocab, stop_ids=())
+        request = ask(np.arange(3, dtype=np.int32), max_tokens=20)
+        scheduler.submit(job_of(request, limits, 0, (0, 0), None, 0.0))
+        plan = scheduler.plan()
+        assert plan is not None
+        assert plan.decode is not None
+        shapes.append(plan.decode.shape)
+    assert shapes[0] == shapes[1]
 
 
 def test_more_drafts_than_modules_are_refused() -> None:
