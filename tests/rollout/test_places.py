@@ -5,7 +5,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from test_scheduler import VOCAB, Host
+from checking_device import VOCAB
+from hosted import Host
 
 from forge_jax.config import RolloutConfig
 from forge_jax.rollout.packets import decode_shapes, prefill_shapes
