@@ -2,18 +2,21 @@
 
     python -m experiments.bench_rollout [model=bench-10m] [requests=64] [group=8] [prefix=512]
         [own=16] [new_tokens=64] [turns=1] [observation=48] [prefix_cache=true] [speculate=off]
+        [places=1]
 
 All requests arrive at once and ask for log-probs. With `turns` above 1 each is an agent: its
 next prompt is the last one, the answer to it and an observation. Prints one JSON object;
-seconds are those of the fastest of `repeat` runs, each begun with an empty prefix cache.
+seconds are those of the fastest of `repeat` runs, each begun with an empty prefix cache. The
+engine's slots are dealt to `places` devices; on a CPU these are cores, if there are slots enough.
 """
 
 import asyncio
+import os
 import resource
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -26,9 +29,11 @@ from experiments.models import resolve
 from forge_jax.config import RolloutConfig, check, load
 from forge_jax.models.load import LoadedModel
 from forge_jax.rollout.engine import RolloutEngine
+from forge_jax.sharding import make_mesh
 from forge_jax.types import Request, Sampling
 
 RESERVED = 4  # ids below it are in no prompt
+SLOTS = 32  # of a core, or it computes rows too few at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +62,7 @@ class BenchConfig:
     temperature: float = 1.0
     prefix_cache: bool = True
     speculate: str = "off"
+    places: int | None = None  # see `over_cores`
     repeat: int = 3
     seed: int = 0
     engine: Sizes = field(default_factory=Sizes)
@@ -87,6 +93,7 @@ class BenchConfig:
             dtype=sizes.dtype,
             prefix_cache=self.prefix_cache,
             speculate=self.speculate,
+            places=self.places,
         )
 
 
@@ -103,9 +110,24 @@ class Call:
 
 @command("bench_rollout")
 def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
-    cfg = load(BenchConfig, mapping)
-    model = resolve(cfg.model, cfg.seed)
+    cfg = over_cores(load(BenchConfig, mapping))
+    mesh = make_mesh(data=cfg.places or 1)
+    model = resolve(cfg.model, cfg.seed, mesh=mesh)
     return asyncio.run(measured(cfg, model))
+
+
+def over_cores(cfg: BenchConfig) -> BenchConfig:
+    """With as many places as a CPU has cores for, and a device for each; to be called before
+    devices are used. Elsewhere there is one place unless more are asked for."""
+    places, slots = cfg.places, cfg.engine.slots
+    if places is None:
+        most = min(len(os.sched_getaffinity(0)), slots // SLOTS)
+        places = max((n for n in range(1, most + 1) if slots % n == 0), default=1)
+    if places > 1:
+        jax.config.update("jax_num_cpu_devices", places)
+    if cfg.places is None and jax.default_backend() != "cpu":
+        places = 1
+    return replace(cfg, places=places)
 
 
 async def measured(cfg: BenchConfig, model: LoadedModel) -> dict[str, Any]:
