@@ -116,13 +116,17 @@ def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
     return asyncio.run(measured(cfg, model))
 
 
+def places_of(slots: int, cores: int) -> int:
+    """Cores that `slots` are dealt to evenly, `SLOTS` or more to each."""
+    return max((n for n in range(1, min(cores, slots // SLOTS) + 1) if slots % n == 0), default=1)
+
+
 def over_cores(cfg: BenchConfig) -> BenchConfig:
     """With as many places as a CPU has cores for, and a device for each; to be called before
     devices are used. Elsewhere there is one place unless more are asked for."""
-    places, slots = cfg.places, cfg.engine.slots
+    places = cfg.places
     if places is None:
-        most = min(len(os.sched_getaffinity(0)), slots // SLOTS)
-        places = max((n for n in range(1, most + 1) if slots % n == 0), default=1)
+        places = places_of(cfg.engine.slots, len(os.sched_getaffinity(0)))
     if places > 1:
         jax.config.update("jax_num_cpu_devices", places)
     if cfg.places is None and jax.default_backend() != "cpu":
@@ -240,6 +244,7 @@ def report(
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "programs_traced": int(stats["programs_traced"]),  # in the timed run: none
         "model": cfg.model,
+        "places": cfg.places or 1,
         "device": jax.devices()[0].device_kind,
     }
 

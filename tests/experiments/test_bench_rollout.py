@@ -6,7 +6,7 @@ import json
 import pytest
 from refusals import refused
 
-from experiments.bench_rollout import BenchConfig, Sizes, main, measured
+from experiments.bench_rollout import BenchConfig, Sizes, main, measured, places_of
 from experiments.models import resolve
 
 KEYS = {
@@ -22,6 +22,12 @@ def found(**keys: object) -> dict[str, object]:
         engine=SIZES, **keys,
     )  # fmt: skip
     return asyncio.run(measured(cfg, resolve("micro")))
+
+
+def test_cores_have_the_same_number_of_slots() -> None:
+    assert [places_of(64, cores) for cores in (1, 2, 16)] == [1, 2, 2]
+    assert [places_of(96, cores) for cores in (2, 4)] == [2, 3]
+    assert places_of(8, 4) == 1
 
 
 def test_a_group_computes_its_prefix_once() -> None:
