@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from forge_jax.attention.paged import paged_attention
@@ -52,6 +52,14 @@ class Access:
     def local(self, table: Array) -> Array:
         """A table with the numbers that its pages have at their place."""
         return table if self.places == 1 else table % self.pages
+
+    def pinned(self, states: Any) -> Any:
+        """States of slots and pages, dealt out as they came: else each call is compiled anew."""
+        if self.places == 1:
+            return states
+        assert self.mesh is not None, f"{self.places} places without a mesh"
+        where = NamedSharding(self.mesh, jax.P(rows_over(self.mesh)))
+        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, where), states)
 
     def each(
         self, work: Callable[..., Any], ins: tuple[str, ...], outs: Any, kv_heads: int = 1

@@ -34,6 +34,13 @@ def pool_sharding(like: Sharding, cfg: ModelConfig, places: int = 1) -> Sharding
     return NamedSharding(like.mesh, jax.P(rows, cut_heads(cfg.kv_heads, like.mesh)))
 
 
+def beside(pool: Sharding) -> Sharding:
+    """Where states of slots and of pages live, by their first dimension."""
+    if not isinstance(pool, NamedSharding):
+        return pool
+    return NamedSharding(pool.mesh, jax.P(*pool.spec[:1]))
+
+
 def empty_pool(
     cfg: ModelConfig, pages: int, page: int, dtype: Any, sharding: Sharding, modules: int = 0
 ) -> Pool:

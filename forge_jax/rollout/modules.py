@@ -12,18 +12,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Sharding
 from jaxtyping import Array, Bool, Float, Int
 
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.transformer import Attend
 from forge_jax.rollout.access import ROWS, Access, Pool
-from forge_jax.rollout.cache import Tables, Views, before_own, prefill_attend
+from forge_jax.rollout.cache import Tables, Views, before_own, beside, prefill_attend
 from forge_jax.rollout.drafting import AttendAt, Guess, draft, read
 from forge_jax.rollout.packets import SCRATCH
 from forge_jax.rollout.slots import first_of_places, put_first
 from forge_jax.rollout.verify import NO_DRAFT
-from forge_jax.sharding import replicated
 from forge_jax.trees import pytree
 
 
@@ -44,15 +43,12 @@ def empty_drafting(
     dtype: Any,
     pool: Sharding | None = None,
 ) -> Drafting:
-    """No drafts, and states of nothing; tails are dealt out as the pages of `pool`."""
-    everywhere = None if pool is None else replicated(pool)
-    dealt = pool
-    if isinstance(pool, NamedSharding):
-        dealt = NamedSharding(pool.mesh, jax.P(*pool.spec[:1]))
+    """No drafts, and states of nothing, dealt out as the pages of `pool`."""
+    where = None if pool is None else beside(pool)
     return Drafting(
-        drafts=jnp.full((slots, modules), NO_DRAFT, jnp.int32, device=everywhere),
-        above=jnp.zeros((slots, modules - 1, cfg.embed), dtype, device=everywhere),
-        tails=jnp.zeros((pages, modules, cfg.embed), dtype, device=dealt),
+        drafts=jnp.full((slots, modules), NO_DRAFT, jnp.int32, device=where),
+        above=jnp.zeros((slots, modules - 1, cfg.embed), dtype, device=where),
+        tails=jnp.zeros((pages, modules, cfg.embed), dtype, device=where),
     )
 
 

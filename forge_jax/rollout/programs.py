@@ -88,7 +88,7 @@ def spans_read(
         params, tokens, positions, attend, cfg, layers, ready=access.ready
     )
     modules, drafter = speculation.prefilled(params, modules, drafter, h, spans, cfg, access)
-    return layers + modules, drafter, h, routing
+    return layers + modules, access.pinned(drafter), h, routing
 
 
 @partial(
@@ -148,7 +148,7 @@ def decode(
     read = cache if direct else closed(pool[:layers], cache, tables, first, count, access)
     pool = (*read, *pool[layers:])
     slots = jax.tree.map(lambda old, new: put_first(old, new, shape.places), slots, rows)
-    return pool, slots, drafter, results
+    return pool, access.pinned(slots), access.pinned(drafter), results
 
 
 def decode_step(

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, Sharding
 from forge_jax.config import RolloutConfig
 from forge_jax.models.config import ModelConfig
 from forge_jax.rollout import moving, programs, scoring, shaped_programs
-from forge_jax.rollout.cache import empty_pool, pool_sharding
+from forge_jax.rollout.cache import beside, empty_pool, pool_sharding
 from forge_jax.rollout.modules import Drafting
 from forge_jax.rollout.moving import Pages
 from forge_jax.rollout.packets import (
@@ -78,7 +78,7 @@ class Runner:
         where = pool_sharding(embed.sharding, self._cfg, rollout.dealt)
         sizes = (rollout.pool_pages, rollout.page, embed.dtype, where, rollout.modules)
         self._pool = empty_pool(self._cfg, *sizes)
-        self._slots = jax.device_put(empty_slots(rollout.slots), replicated(where))
+        self._slots = jax.device_put(empty_slots(rollout.slots), beside(where))
         self._drafter = empty_drafter(rollout, self._cfg, embed.dtype, where)
         if self._attention == "auto":
             [platform] = {device.platform for device in embed.devices()}

@@ -78,11 +78,8 @@ def decode(
     (cache, rows, _), results = _repeated(step, carry, jnp.max(grammar.steps), shape.steps)
     if not access.direct:
         cache = closed(layers, cache, tables, first, shape.steps, access)
-    return (
-        (*cache, *modules),
-        jax.tree.map(lambda old, new: put_first(old, new, shape.places), slots, rows),
-        results,
-    )
+    slots = jax.tree.map(lambda old, new: put_first(old, new, shape.places), slots, rows)
+    return (*cache, *modules), access.pinned(slots), results
 
 
 @pytree

@@ -15,12 +15,11 @@ from forge_jax.config import RolloutConfig
 from forge_jax.models.config import ModelConfig
 from forge_jax.rollout import modules, ngram
 from forge_jax.rollout.access import Access, Pool
-from forge_jax.rollout.cache import Views
+from forge_jax.rollout.cache import Views, beside
 from forge_jax.rollout.modules import Drafting, Given, Spans, Window
 from forge_jax.rollout.sampling import sample
 from forge_jax.rollout.slots import first_of_places, put_first
 from forge_jax.rollout.verify import NO_DRAFT
-from forge_jax.sharding import replicated
 from forge_jax.trees import pytree
 
 
@@ -44,8 +43,8 @@ def empty_drafter(
         return modules.empty_drafting(*sizes, cfg, dtype, pool)
     if rollout.speculate == "ngram":
         shape = (rollout.slots, 2 * rollout.context)
-        everywhere = None if pool is None else replicated(pool)
-        return Said(rows=jnp.full(shape, ngram.NOTHING, jnp.int32, device=everywhere))
+        where = None if pool is None else beside(pool)
+        return Said(rows=jnp.full(shape, ngram.NOTHING, jnp.int32, device=where))
     return None
 
 

@@ -16,7 +16,7 @@ from forge_jax.models.config import ModelConfig
 from forge_jax.models.layout import init, layout
 from forge_jax.rollout import programs
 from forge_jax.rollout.access import places_of
-from forge_jax.rollout.cache import empty_pool, pool_sharding
+from forge_jax.rollout.cache import beside, empty_pool, pool_sharding
 from forge_jax.rollout.fitting import over_places
 from forge_jax.rollout.packets import (
     DecodeRow,
@@ -28,7 +28,7 @@ from forge_jax.rollout.packets import (
     pack_prefill,
 )
 from forge_jax.rollout.slots import empty_slots
-from forge_jax.sharding import automatic, make_mesh, mesh_of, replicated, shardings
+from forge_jax.sharding import automatic, make_mesh, mesh_of, shardings
 
 SLOTS = 8
 ROLLOUT = RolloutConfig(slots=SLOTS, context=16, page=4, chunk=64, decode_steps=4, pages=36)
@@ -52,7 +52,7 @@ class Device:
         self.where = pool_sharding(self.weights["embed"].sharding, cfg, self.rollout.dealt)
         sizes = (self.rollout.pool_pages, ROLLOUT.page, np.float32, self.where)
         self.pool = empty_pool(cfg, *sizes)
-        self.slots = jax.device_put(empty_slots(SLOTS), replicated(self.where))
+        self.slots = jax.device_put(empty_slots(SLOTS), beside(self.where))
         self.static = {"cfg": cfg, "routes": bool(cfg.experts), "mesh": mesh_of(self.weights)}
 
     def work(self, vocab: int) -> tuple[PrefillShape, np.ndarray, DecodeShape, np.ndarray]:
@@ -95,7 +95,11 @@ def sampled(cfg: ModelConfig, axes: tuple[tuple[str, int], ...], **options: Any)
     pool, _, before = programs.prefill(device.weights, pool, None, spans, shape=read, **static)
     lowered = programs.decode.lower(device.weights, pool, slots, None, rows, shape=sample, **static)
     decode = lowered.compile()
-    pool, _, _, block = decode(device.weights, pool, slots, None, rows)
+    before_decode = jax.tree.map(lambda x: x.sharding, slots)
+    pool, slots, _, block = decode(device.weights, pool, slots, None, rows)
+    if device.rollout.dealt > 1:  # else the next call is compiled anew
+        for array, where in zip(*map(jax.tree.leaves, (slots, before_decode)), strict=True):
+            assert array.sharding.is_equivalent_to(where, array.ndim)
     for array in jax.tree.leaves(pool):
         assert array.sharding.is_equivalent_to(device.where, 4)
         held = {shard.data.shape[0] for shard in array.addressable_shards}

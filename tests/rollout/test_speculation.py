@@ -15,14 +15,14 @@ from forge_jax.models import layout
 from forge_jax.models.config import ModelConfig
 from forge_jax.rollout import packets, programs
 from forge_jax.rollout.access import places_of
-from forge_jax.rollout.cache import empty_pool, pool_sharding
+from forge_jax.rollout.cache import beside, empty_pool, pool_sharding
 from forge_jax.rollout.fitting import over_places
 from forge_jax.rollout.modules import Drafting
 from forge_jax.rollout.ngram import NOTHING
 from forge_jax.rollout.packets import DecodeRow, DecodeShape, Fresh, PrefillShape, Span
 from forge_jax.rollout.slots import empty_slots
 from forge_jax.rollout.speculation import empty_drafter
-from forge_jax.sharding import automatic, make_mesh, mesh_of, replicated, shardings
+from forge_jax.sharding import automatic, make_mesh, mesh_of, shardings
 
 SIZES = RolloutConfig(slots=4, context=40, page=4, chunk=16, decode_steps=3)
 OFF, MTP, NGRAM = (
@@ -54,7 +54,7 @@ class Device:
         where = pool_sharding(self.weights["embed"].sharding, cfg, self.rollout.dealt)
         sizes = (PAGES, rollout.page, np.float32, where, rollout.modules)
         self.pool = empty_pool(cfg, *sizes)
-        self.slots = jax.device_put(empty_slots(rollout.slots), replicated(where))
+        self.slots = jax.device_put(empty_slots(rollout.slots), beside(where))
         self.drafter = empty_drafter(self.rollout, cfg, np.float32, where)
         self.static = {"cfg": cfg, "attention": attention, "mesh": mesh_of(self.weights)}
 
@@ -203,7 +203,10 @@ def test_drafts_change_no_token_at_two_places(
     """Which have pages, and tails of them, of their own."""
     expected, _ = off(CFG, 1.0, -1)
     device = Device(rollout, CFG, parameters(CFG), make_mesh(fsdp=2), attention)
+    before = [x.sharding for x in jax.tree.leaves((device.slots, device.drafter))]
     said, _ = played(device, [3])
+    after = jax.tree.leaves((device.slots, device.drafter))
+    assert all(x.sharding.is_equivalent_to(y, x.ndim) for x, y in zip(after, before, strict=True))
     for row, wanted in zip(said, expected, strict=True):
         assert [t for t, _ in row] == [t for t, _ in wanted]
         np.testing.assert_allclose([p for _, p in row], [p for _, p in wanted], atol=1e-4)
