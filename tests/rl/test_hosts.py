@@ -96,8 +96,14 @@ def test_two_hosts_compute_what_one_does_and_read_what_it_wrote(tmp_path: Path) 
         port = str(free.getsockname()[1])
     room = Path(__file__).parent
     path = os.pathsep.join(map(str, (room, room.parent, room.parent.parent)))
-    flags = "--xla_force_host_platform_device_count=4"
-    env = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
+    # Each compiles its own: one that finds what the other has yet to compile would run ahead.
+    env = os.environ | {
+        "PYTHONPATH": path,
+        "XLA_FLAGS": flags,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+    }
     hosts = [
         subprocess.Popen(
             [sys.executable, "-c", HOST, port, str(number), str(tmp_path)],
