@@ -155,7 +155,7 @@ def _collectives(
     attended = share.rows * of.heads * m.head_dim * m.layers * b
     yield "all_gather", share.width, attended, False
     sampled = 2 * math.sqrt(m.vocab) * estimate.WIDE  # a block of the vocabulary: see `sample`
-    yield "psum", ("tensor",), share.rows * sampled, False
+    yield "psum", ("tensor",), share.here * sampled, False
     yield "psum", ("tensor",), part * b * (1 + (1 if m.experts else 2) * m.layers), False
     if not m.experts:
         return
