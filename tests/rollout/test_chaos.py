@@ -107,26 +107,27 @@ def check_ends(found: list[Seen], stats: dict[str, float]) -> None:
 
 def check_logprobs(found: list[Seen], single: bool) -> None:
     """Log-probs are those of the whole sequence read at once, by the weights that are told; where
-    `single`, of requests that met one version alone, since others have keys of several."""
+    `single`, only those of prompts and of requests that met one version, since others have keys
+    of several."""
     for seen in found:
         ids, versions, prompt = seen.joint("ids"), seen.joint("versions"), seen.request.prompt
         if not len(ids):
             continue
         assert (np.diff(versions) >= 0).all()
-        if single and {seen.began} != {*versions.tolist()}:
-            continue
-        whole = [*prompt.tolist(), *ids.tolist()]
+        whole, told, raw = (
+            [*prompt.tolist(), *ids.tolist()],
+            seen.chunks[0].prompt,
+            seen.joint("raw"),
+        )
         for version in {*versions.tolist()}:
-            rows = log_softmax(
-                teacher_logits(weights_of(CFG, version % 3), whole, QUIET.context, CFG)
-            )
+            params = weights_of(CFG, version % 3)
+            rows = log_softmax(teacher_logits(params, whole, QUIET.context, CFG))
             own = rows[np.arange(len(whole) - 1), whole[1:]]
-            here = versions == version
-            raw = seen.joint("raw")
-            np.testing.assert_allclose(raw[here], own[len(prompt) - 1 :][here], atol=1e-4)
-            told = seen.chunks[0].prompt
             if told is not None and versions[0] == version:
                 np.testing.assert_allclose(told.logprobs, own[: len(prompt) - 1], atol=1e-4)
+            if not single or {seen.began} == {*versions.tolist()}:
+                here = versions == version
+                np.testing.assert_allclose(raw[here], own[len(prompt) - 1 :][here], atol=1e-4)
 
 
 @pytest.mark.parametrize(
