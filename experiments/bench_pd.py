@@ -59,6 +59,7 @@ class BenchConfig:
     new_tokens: int = 96
     chunk: int = 512
     decode_steps: int = 1
+    deterministic: bool = False
     repeat: int = 3
     seed: int = 0
     out: str | None = None
@@ -79,7 +80,7 @@ class BenchConfig:
             page=64,
             chunk=self.chunk,
             decode_steps=self.decode_steps,
-            deterministic=True,  # one shape of each program: little to compile
+            deterministic=self.deterministic,
         )
 
 
