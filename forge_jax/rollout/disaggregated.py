@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 from weakref import WeakValueDictionary
@@ -19,9 +19,8 @@ import numpy as np
 
 from forge_jax.config import RolloutConfig, UserError
 from forge_jax.rollout.engine import RolloutEngine
+from forge_jax.rollout.observe.totals import together
 from forge_jax.types import Chunk, Finish, Request, Sampling
-
-GAUGES = ("weight_version", "programs_traced", "slot_utilisation")  # the same or not to be added
 
 
 class DisaggregatedEngine:
@@ -55,9 +54,12 @@ class DisaggregatedEngine:
     def stats(self) -> Mapping[str, float]:
         """Totals of the decoding engines, those of the prefilling ones behind "prefill_engine_",
         and what was moved between them."""
+        decode, prefill = (
+            together([one.stats() for one in engines]) for engines in (self._decode, self._prefill)
+        )
         return {
-            **_total(self._decode),
-            **{f"prefill_engine_{name}": x for name, x in _total(self._prefill).items()},
+            **decode,
+            **{f"prefill_engine_{name}": x for name, x in prefill.items()},
             **{f"moved_{name}": self._counts[name] for name in ("pages", "bytes", "refused")},
             "moved_seconds": self._seconds,
         }
@@ -151,11 +153,3 @@ class DisaggregatedEngine:
         stats = engine.stats()
         hit = len(engine.cached_prefix(ids)) * self._page / max(len(ids), 1)
         return stats["requests_running"] + stats["requests_waiting"] - hit
-
-
-def _total(engines: Iterable[RolloutEngine]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for engine in engines:
-        for name, value in engine.stats().items():
-            total[name] = value if name in GAUGES else total.get(name, 0) + value
-    return total

@@ -15,6 +15,7 @@ from experiments.watch import WatchConfig, watched
 from forge_jax.config import UserError
 from forge_jax.rollout.observe.exposition import Exposition
 from forge_jax.rollout.observe.request_log import RequestLog
+from forge_jax.rollout.observe.totals import together
 from forge_jax.rollout.observe.watchdog import Watchdog
 from forge_jax.rollout.observe.watched import Seen, Watched
 from forge_jax.types import Chunk, Finish, Refused, Request, Sampling
@@ -251,3 +252,17 @@ def test_tokens_that_come_together_share_the_time_before_them() -> None:
     found = lines_of(exposition.text())
     name = 'vllm:inter_token_latency_seconds_%s{model_name="tiny"}'
     assert (found[name % "count"], found[name % "sum"]) == (4, 2.0)
+
+
+def test_counts_of_engines_add_up_and_rates_do_not() -> None:
+    quiet = {"drafts": 0, "accepted_tokens": 0, "tokens_per_verify": 1.0, "weight_version": 3}
+    busy = {"drafts": 10, "accepted_tokens": 5, "tokens_per_verify": 1.5, "weight_version": 2}
+    one = {"acceptance_1": 0.5, "speedup_4": 1.2, "slot_utilisation": 0.25}
+    other = {"acceptance_1": 0.7, "speedup_8": 1.4, "slot_utilisation": 0.75}
+    assert together([quiet | one, busy | other]) == {
+        "drafts": 10, "accepted_tokens": 5, "tokens_per_verify": 1.5, "weight_version": 2,
+        "acceptance_1": pytest.approx(0.6), "speedup_4": 1.2, "speedup_8": 1.4,
+        "slot_utilisation": 0.5,
+    }  # fmt: skip
+    assert together([quiet, quiet])["tokens_per_verify"] == 1
+    assert together([]) == {}

@@ -21,6 +21,7 @@ from forge_jax.config import RolloutConfig, check
 from forge_jax.rollout.jobs import seed_of
 from forge_jax.rollout.keys import block_keys, root_key
 from forge_jax.rollout.moving import Parcel
+from forge_jax.rollout.observe.totals import together
 from forge_jax.rollout.router.baselines import POLICIES
 from forge_jax.rollout.router.cost import Call, Link, Plan, Weights
 from forge_jax.rollout.router.fleet import STORE, Fleet, Priors
@@ -30,9 +31,6 @@ from forge_jax.types import Chunk, Engine, Refused, Request
 LOG = logging.getLogger(__name__)
 PEER = Link(latency=2e-3, token=2e-6)  # before any transfer was seen
 SHARED = Link(latency=5e-3, token=4e-6)  # of the store
-# Numbers of `stats()` that do not add up over engines, by how their names begin.
-MEANS = ("slot_utilisation", "programs_traced", "tokens_per_verify", "acceptance_", "speedup_")
-LEASTS = ("weight_version",)
 
 
 class Member(Engine, Protocol):
@@ -105,15 +103,8 @@ class Router:
         return min(self._engines[name].version for name in self._live())
 
     def stats(self) -> Mapping[str, float]:
-        """Sums over the engines; of some numbers means over those that tell them, of the version
-        the least."""
-        told = [self._engines[name].stats() for name in self._live()]
-        found: dict[str, float] = {}
-        for key in dict.fromkeys(key for one in told for key in one):
-            values = [one[key] for one in told if key in one]
-            found[key] = sum(values) / (len(values) if key.startswith(MEANS) else 1)
-        found |= {key: min(one[key] for one in told) for key in LEASTS if key in found}
-        return found | {
+        """Those of the engines together, see `observe.totals`, and the router's own."""
+        return together([self._engines[name].stats() for name in self._live()]) | {
             "router_engines": len(self._fleet.names),
             "router_tokens_fetched": self._fetched,
         }
