@@ -2,17 +2,19 @@
 
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from openai import OpenAI
 from refusals import refused
@@ -156,6 +158,28 @@ def test_a_real_server(mesh: tuple[str, ...]) -> None:
         turns = httpx.get(f"{ready['url']}/sessions/k", headers=bearer).json()["turns"]
         assert len(turns) == 8
         assert stopped(process) == (0, "")
+
+
+@pytest.mark.slow  # two servers, which differ in who drafts
+def test_a_server_that_drafts_answers_the_same_tokens() -> None:
+    ask = {
+        "prompt": [65, 66] * 4, "max_tokens": 24, "temperature": 0, "ignore_eos": True,
+        "logprobs": 0, "return_token_ids": True,
+    }  # fmt: skip
+    told = []
+    with ExitStack() as stack:
+        options = ("model=quick", "rollout.slots=2", "rollout.context=32")
+        for more in ((), ("rollout.speculate=ngram", "rollout.drafts=1")):
+            ready, _ = stack.enter_context(serving(*options, *more))
+            answer = httpx.post(f"{ready['url']}/v1/completions", json=ask, timeout=60).json()
+            told.append(answer["choices"][0])
+        metrics = httpx.get(f"{ready['url']}/metrics").text
+    assert told[0]["token_ids"] == told[1]["token_ids"]
+    told_logprobs = (one["logprobs"]["token_logprobs"] for one in told)
+    np.testing.assert_allclose(*told_logprobs, atol=1e-4)
+    [acceptance] = re.findall(r"^forge_acceptance\{.*\} (\S+)$", metrics, re.MULTILINE)
+    assert 0 < float(acceptance) <= 1
+    assert "vllm:spec_decode_num_accepted_tokens_per_pos_total{" in metrics
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
