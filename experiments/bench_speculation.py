@@ -1,14 +1,15 @@
 """Acceptance of drafts while modules learn online, and after they stop.
 
-    python -m experiments.bench_speculation [task=hop] [seeds=[0,1,2]] [online=24] [after=24]
+    python -m experiments.bench_speculation [task=hop] [seeds=[0,1,2]] [online=16] [after=32]
 
 For every seed the command makes a policy by imitation, gives it fresh prediction modules, and
 trains both by RL, synchronously, with an engine that drafts with the modules. After `online`
 updates the run is gone on with twice, from one checkpoint: with modules that learn ("trained")
 and with modules that stay as they are ("frozen"). Modules do not move the policy and drafts
 change no token, so that both branches have the same policy and the same episodes, to the bit:
-what differs is what the modules are worth. Writes curves.png and rows.json; the last line of
-stdout is a JSON object.
+what differs is what the modules are worth: to the engine, and on one text, that of the last
+updates (`fixed_acceptance_k`, see `experiments.fixed_text`). Writes curves.png and rows.json;
+the last line of stdout is a JSON object.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 from experiments.command import command
+from experiments.fixed_text import acceptance, text_of
 from experiments.models import resolve
 from forge_jax.config import (
     EvalConfig,
@@ -63,8 +65,10 @@ class BenchConfig:
     task: str = "hop"
     seeds: tuple[int, ...] = (0, 1, 2)
     warm: int = 100
-    online: int = 24
-    after: int = 24
+    online: int = 16
+    after: int = 32
+    every: int = 4
+    text: int = 4
     modules: int = 2
     weight: float = 1.0
     top_k: int = 16
@@ -75,8 +79,10 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         check(len(self.seeds) > 0, "seeds=[] must name at least one")
-        for name in ("warm", "online", "after", "modules"):
+        for name in ("warm", "online", "after", "every", "text", "modules"):
             check(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
+        both = self.online + self.after
+        check(self.text <= both, f"text={self.text} must be at most online + after = {both}")
         assert self.reinforced(0, "")  # which checks the rest
 
     def imitated(self, seed: int) -> TrainConfig:
@@ -104,6 +110,8 @@ class BenchConfig:
             self.imitated(seed),
             model=model,
             steps=self.online,
+            checkpoint_every=self.every,
+            checkpoints_kept=self.online + self.after + 1,
             warm=WarmConfig(steps=0, gate=0.0),
             optim=OptimConfig(
                 learning_rate=self.learning_rate, warmup_steps=5, beta2=0.95, clip_norm=0.3
@@ -128,13 +136,18 @@ def run(cfg: BenchConfig, folder: Path) -> dict[str, Any]:
         raise UserError(f"out={folder} holds a benchmark already")
     found = [story(cfg, seed, folder / f"seed{seed}") for seed in cfg.seeds]
     curves = [{name: read_rows(one / METRICS) for name, one in runs.items()} for runs in found]
+    fixed = [on_one_text(cfg, seed, runs) for seed, runs in zip(cfg.seeds, found, strict=True)]
     rows = [
-        summary(seed, cfg, rows) | {"same_policy": same_policy(cfg, seed, runs)}
-        for seed, runs, rows in zip(cfg.seeds, found, curves, strict=True)
+        summary(seed, cfg, rows, text) | {"same_policy": same_policy(cfg, seed, runs)}
+        for seed, runs, rows, text in zip(cfg.seeds, found, curves, fixed, strict=True)
     ]
     result = {"rows": rows, "mean": means(rows), "run_dir": str(folder)}
     (folder / "rows.json").write_text(json.dumps(result, indent=1) + "\n")
-    draw(folder / "curves.png", cfg, curves)
+    lines = [
+        {name: [*rows[name], *text[name]] for name in BRANCHES}
+        for rows, text in zip(curves, fixed, strict=True)
+    ]
+    draw(folder / "curves.png", cfg, lines)
     return result
 
 
@@ -181,8 +194,21 @@ def same_policy(cfg: BenchConfig, seed: int, runs: Mapping[str, Path]) -> bool:
     return same and said[0] == said[1]
 
 
-def summary(seed: int, cfg: BenchConfig, rows: Mapping[str, Rows]) -> dict[str, Any]:
-    """Means over a few updates at the start, at the branching and at both ends."""
+def on_one_text(cfg: BenchConfig, seed: int, runs: Mapping[str, Path]) -> dict[str, Rows]:
+    """What both branches' modules are worth on the text of the last updates, by checkpoints."""
+    trained, frozen = (branch_of(cfg, seed, runs[b].parent, b) for b in BRANCHES)
+    text = text_of(trained, runs["trained"], cfg.text)
+    return {
+        "trained": acceptance(trained, runs["trained"], text),
+        "frozen": acceptance(frozen, runs["frozen"], text, since=cfg.online),
+    }
+
+
+def summary(
+    seed: int, cfg: BenchConfig, rows: Mapping[str, Rows], fixed: Mapping[str, Rows]
+) -> dict[str, Any]:
+    """Means over a few updates at the start, at the branching and at both ends; beside them
+    what the checkpoints there are worth on one text, and all of these."""
     before = [row for row in rows["trained"] if row["step"] <= cfg.online]
     parts = {"start": before[:ENDS], "branching": before[-ENDS:]}
     parts |= {branch: list(rows[branch])[-ENDS:] for branch in BRANCHES}
@@ -192,7 +218,10 @@ def summary(seed: int, cfg: BenchConfig, rows: Mapping[str, Rows]) -> dict[str, 
     found = {
         part: {name: mean_of(chosen, name) for name in measures} for part, chosen in parts.items()
     }
-    return {"seed": seed, **found}
+    ends = {"start": fixed["trained"][0], "branching": fixed["frozen"][0]}
+    for part, last in (ends | {branch: fixed[branch][-1] for branch in BRANCHES}).items():
+        found[part] |= {name: value for name, value in last.items() if name != "step"}
+    return {"seed": seed, **found, "fixed": fixed}
 
 
 def mean_of(rows: Rows, name: str) -> float | None:
@@ -214,13 +243,16 @@ def means(rows: Rows) -> dict[str, Any]:
 
 
 def draw(path: Path, cfg: BenchConfig, curves: Sequence[Mapping[str, Rows]]) -> None:
-    """Acceptance of every module, tokens of a verify, and what the policy did meanwhile."""
-    panels = [f"acceptance_{k + 1}" for k in range(cfg.modules)]
-    panels += ["tokens_per_verify", "reward", "entropy"]
-    figure = Figure(figsize=(3.4 * len(panels), 3.2), layout="constrained")
-    for axis, name in zip(figure.subplots(1, len(panels)), panels, strict=True):
+    """Acceptance of every module by the engine, by the policy on its own text and on one text;
+    tokens of a verify, and what the policy did meanwhile."""
+    modules = [k + 1 for k in range(cfg.modules)]
+    panels = [f"{name}_{k}" for name in ("mtp_accepted", "fixed_acceptance") for k in modules]
+    panels += ["acceptance_1", "tokens_per_verify", "reward", "entropy"]
+    across = len(panels) // 2
+    figure = Figure(figsize=(3.2 * across, 5.6), layout="constrained")
+    for axis, name in zip(figure.subplots(2, across).flat, panels, strict=True):
         for label, rows in parts_of(cfg, curves).items():
-            band(axis, label, [[(r["step"], r.get(name)) for r in one] for one in rows])
+            band(axis, label, [{r["step"]: r[name] for r in one if name in r} for one in rows])
         axis.axvline(cfg.online, color="0.6", linewidth=0.8, linestyle=":")
         axis.set_title(name.replace("_", " "), fontsize=10)
         axis.set_xlabel("update", fontsize=8)
@@ -240,10 +272,10 @@ def parts_of(cfg: BenchConfig, curves: Sequence[Mapping[str, Rows]]) -> dict[str
     return parts
 
 
-def band(axis: Any, label: str, lines: Sequence[Sequence[tuple[int, float | None]]]) -> None:
-    """The mean of lines over the same steps, and the area between them."""
-    steps = [step for step, _ in lines[0]]
-    values = np.array([[np.nan if y is None else y for _, y in line] for line in lines])
+def band(axis: Any, label: str, lines: Sequence[Mapping[int, float | None]]) -> None:
+    """The mean of lines over the steps of which all know a value, and the area between them."""
+    steps = [step for step in lines[0] if all(line.get(step) is not None for line in lines)]
+    values = np.array([[line[step] for step in steps] for line in lines], float)
     axis.plot(steps, values.mean(axis=0), label=label, color=COLOURS[label], linewidth=1.5)
     least, most = values.min(axis=0), values.max(axis=0)
     axis.fill_between(steps, least, most, color=COLOURS[label], alpha=0.15, linewidth=0)

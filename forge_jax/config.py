@@ -173,6 +173,7 @@ class TrainConfig:
     ratio_cap: float = 5.0  # CISPO: cap of the importance ratio
     temperature: float = 1.0  # of the rollouts
     checkpoint_every: int = 20  # updates
+    checkpoints_kept: int = 2  # the newest ones
     audit_versions: int = 4  # past weights kept to check the sampler's log-probs against
     resume: str | None = None  # folder of the run to continue
     warm: WarmConfig = field(default_factory=WarmConfig)
@@ -205,4 +206,5 @@ class TrainConfig:
             f"lora.rank={self.lora.rank} leaves routers as they are, "
             "moe.balance=bias shifts their biases",
         )
-        check(self.checkpoint_every >= 1, f"checkpoint_every={self.checkpoint_every} must be >= 1")
+        for name in ("checkpoint_every", "checkpoints_kept"):
+            check(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be >= 1")

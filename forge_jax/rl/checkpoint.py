@@ -35,6 +35,10 @@ class Checkpoints:
         """Step of the newest whole checkpoint."""
         return self._manager.latest_step()
 
+    def steps(self) -> list[int]:
+        """Steps of all whole checkpoints, in order."""
+        return sorted(self._manager.all_steps())
+
     def save(self, step: int, state: TrainState, host: dict[str, Any]) -> None:
         """Writes state and cursors as one object; returns when it is on disk.
 

@@ -68,7 +68,7 @@ def train(
     check_model(cfg.rollout, model.cfg)
     over_places(cfg.rollout, cfg.mesh.places * cfg.mesh.context)  # said before the warm start
     with (
-        closing(Checkpoints(folder / "checkpoints")) as checkpoints,
+        closing(Checkpoints(folder / "checkpoints", cfg.checkpoints_kept)) as checkpoints,
         progress(Console(stderr=True)) as bars,
     ):
         # On this thread, where an interrupt ends it at once; the device thread comes after.
