@@ -45,8 +45,7 @@ class Completion:
         self._tokenizer = tokenizer
         self._reader = TextReader(tokenizer, request.sampling)
         self._parser = parser
-        self._content: list[str] = []
-        self._calls: list[ToolCall] = []
+        self.pieces: list[str | ToolCall] = []  # of the reply, as they were told
 
     def take(self, chunk: Chunk, now: float) -> list[str | ToolCall]:
         """Adds newly sampled tokens; gives the content and tool calls read from them."""
@@ -60,11 +59,7 @@ class Completion:
         if chunk.finish is not None:
             self.finish, self.stop_text = chunk.finish, chunk.stop_text
             pieces += self._parser.finish()
-        for piece in pieces:
-            if isinstance(piece, str):
-                self._content.append(piece)
-            else:
-                self._calls.append(piece)
+        self.pieces += pieces
         return pieces
 
     def abort(self, now: float) -> None:
@@ -82,8 +77,9 @@ class Completion:
     @functools.cached_property
     def message(self) -> Message:
         """The reply as it was told to the client."""
-        content = "".join(self._content)
-        return Message(role="assistant", content=content, calls=tuple(self._calls))
+        content = "".join(piece for piece in self.pieces if isinstance(piece, str))
+        calls = tuple(piece for piece in self.pieces if isinstance(piece, ToolCall))
+        return Message(role="assistant", content=content, calls=calls)
 
     @functools.cached_property
     def output(self) -> np.ndarray:

@@ -207,6 +207,7 @@ class Answer:
             created=int(time.time()),
             tokenizer=core.chat.tokenizer,
         )
+        self._writer = wire.stream(self._context)
 
     async def whole(self, send: Send, headers: dict[str, str]) -> None:
         """One JSON object."""
@@ -224,16 +225,15 @@ class Answer:
 
     async def stream(self, stream: EventStream) -> None:
         """Events as the tokens arrive."""
-        writer = self._wire.stream(self._context)
 
         async def tell(completion: Completion, chunk: Chunk, pieces: list[str | ToolCall]) -> None:
             # Before its client can answer: the next call may come with the last token.
             self._session.learn(completion)
-            await stream.send(writer.pieces(completion, chunk, pieces))
+            await stream.send(self._writer.pieces(completion, chunk, pieces))
             self._call.delivered = self._call.finished
 
         await draw(self._engine, self._call, tell)
-        await stream.send(writer.end())
+        await stream.send(self._writer.end())
         await stream.end()
 
     async def fail(self, stream: EventStream | None, error: ApiError) -> None:
@@ -242,7 +242,7 @@ class Answer:
             raise error
         with suppress(TimeoutError):
             async with asyncio.timeout(UNREAD_SECONDS):
-                await stream.send(self._wire.stream(self._context).error(error))
+                await stream.send(self._writer.error(error))
                 await stream.end()
 
 
