@@ -7,6 +7,7 @@ swallows it.
 """
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -207,4 +208,9 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+def _finite(text: str) -> float:
+    # An infinity could not be written as JSON again.
+    return min(max(float(text), -sys.float_info.max), sys.float_info.max)
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)

@@ -52,6 +52,12 @@ def cut(text: str, rng: random.Random) -> list[str]:
     return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
 
 
+def test_a_number_beyond_all_numbers_is_the_largest() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {"x": [1e999, -1E999]}}</tool_call>'
+    [found] = read(HermesParser("c"), [call])[1]
+    assert found.arguments == '{"x":[1.7976931348623157e+308,-1.7976931348623157e+308]}'
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_how_the_text_is_cut_does_not_matter(seed: int) -> None:
     rng = random.Random(seed)
