@@ -50,7 +50,7 @@ class Ask:
 
 
 def common_fields(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `Ask` that both of OpenAI's completion protocols spell alike."""
+    """The fields of `Ask` that protocols spell alike."""
     options = mapping(body, "stream_options")
     prompt_logprobs = integer(body, "prompt_logprobs", 0, MOST_TOKENS)
     if prompt_logprobs is not None and flag(body, "stream"):

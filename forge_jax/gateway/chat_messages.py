@@ -24,19 +24,24 @@ def read_conversation(body: Mapping[str, Any]) -> Conversation:
     messages = sequence(body, "messages")
     if not messages:
         raise ApiError(400, "messages must hold at least one message", param="messages")
+    tools = () if body.get("tool_choice") == "none" else _tools(body)
+    return Conversation(
+        messages=tuple(_message(m, f"messages[{i}]") for i, m in enumerate(messages)),
+        tools=tools,
+        variables=template_variables(body),
+        must_call=_must_call(body, tools),
+        parallel=body.get("parallel_tool_calls") is None or flag(body, "parallel_tool_calls"),
+    )
+
+
+def template_variables(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The template's own switches. Raises ApiError(400) on what is none."""
     variables = mapping(body, "chat_template_kwargs")
     for name in RESERVED:
         if name in variables:
             path = f"chat_template_kwargs.{name}"
             raise ApiError(400, f"{path} is not a switch of a template", param=path)
-    tools = () if body.get("tool_choice") == "none" else _tools(body)
-    return Conversation(
-        messages=tuple(_message(m, f"messages[{i}]") for i, m in enumerate(messages)),
-        tools=tools,
-        variables=variables,
-        must_call=_must_call(body, tools),
-        parallel=body.get("parallel_tool_calls") is None or flag(body, "parallel_tool_calls"),
-    )
+    return variables
 
 
 def _message(value: Any, path: str) -> Message:

@@ -82,10 +82,7 @@ class Endpoint:
     def _begin(self, scope: Scope, ask: Ask, body: bytes, arrived: float) -> tuple[Session, Call]:
         """The call that a request is; the session does not know of it yet."""
         core, headers = self._core, headers_of(scope)
-        name = session_name(scope, headers)
-        session = core.sessions.of(name, core.config.undeclared)
-        if session is None:
-            raise ApiError(404, f"session {name!r} is not open", code="session_not_found")
+        session = session_of(core, scope, headers)
         prompt = self._prompt(session, ask)
         digest = request_digest(scope["path"], body)
         retried = headers.get("x-stainless-retry-count", "0") != "0"
@@ -160,7 +157,7 @@ class Endpoint:
         """Draws and answers a call, and records how it ended."""
         core = self._core
         headers: dict[str, str] = {}
-        stream = EventStream(send, headers) if ask.stream else None
+        stream = EventStream(send, headers, self._wire.keep_alive) if ask.stream else None
         answer = Answer(core, self._wire, session, call, ask)
         core.metrics.begin(call)
         try:
@@ -251,6 +248,15 @@ def _sampling(**settings: Any) -> Sampling:
         return Sampling(**settings)
     except ValueError as error:
         raise ApiError(400, str(error), param=str(error).partition("=")[0]) from error
+
+
+def session_of(core: Core, scope: Scope, headers: dict[str, str]) -> Session:
+    """The session that a request names. Raises ApiError(404) if it is not open."""
+    name = session_name(scope, headers)
+    session = core.sessions.of(name, core.config.undeclared)
+    if session is None:
+        raise ApiError(404, f"session {name!r} is not open", code="session_not_found")
+    return session
 
 
 def session_name(scope: Scope, headers: dict[str, str]) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 from forge_jax.types import Refused
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-RETRY_AFTER = {429: "1", 503: "1"}  # seconds, for the clients that ask before they retry
+RETRY_AFTER = {429: "1", 503: "1", 529: "1"}  # seconds, for the clients that ask before they retry
 
 
 class ApiError(Exception):

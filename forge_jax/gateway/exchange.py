@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from forge_jax.gateway.errors import ApiError, ClientGone
 
+COMMENT = b": keep-alive\n\n"  # a server-sent event that clients pass over
 DRAINED = 4  # bodies up to this many times the limit are read to their end, to be refused
 
 
@@ -54,9 +55,10 @@ async def send_body(
 class EventStream:
     """Server-sent events; headers go out with the first of them."""
 
-    def __init__(self, send: Send, headers: Mapping[str, str]):
+    def __init__(self, send: Send, headers: Mapping[str, str], keep_alive: bytes):
         self._send = send
         self._headers = headers
+        self._keep_alive = keep_alive
         self._lock = asyncio.Lock()
         self._quiet = True  # nothing was sent since the last keep-alive was due
         self.begun = False
@@ -68,9 +70,9 @@ class EventStream:
             await self._write(b"".join(events), True)
 
     async def keep_alive(self) -> None:
-        """Sends a comment if nothing else was sent since the last call."""
+        """Sends a sign of life if nothing else was sent since the last call."""
         if self._quiet:
-            await self._write(b": keep-alive\n\n", True)
+            await self._write(self._keep_alive, True)
         self._quiet = True
 
     async def end(self) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
+from forge_jax.gateway.anthropic_messages import MESSAGES
+from forge_jax.gateway.anthropic_messages import error_body as anthropic_error
 from forge_jax.gateway.chat_completions import CHAT_COMPLETIONS
 from forge_jax.gateway.completions import COMPLETIONS
 from forge_jax.gateway.config import GatewayConfig
@@ -22,10 +24,16 @@ from forge_jax.gateway.metrics import Metrics
 from forge_jax.gateway.server import serving
 from forge_jax.gateway.session import Session
 from forge_jax.gateway.sessions import Sessions
+from forge_jax.gateway.token_count import TokenCount
 from forge_jax.models.chat import Chat
 from forge_jax.types import Engine, Turn
 
-CALLS = {"/v1/chat/completions": CHAT_COMPLETIONS, "/v1/completions": COMPLETIONS}
+MESSAGES_PATH = "/v1/messages"
+CALLS = {
+    "/v1/chat/completions": CHAT_COMPLETIONS,
+    "/v1/completions": COMPLETIONS,
+    MESSAGES_PATH: MESSAGES,
+}
 
 
 class Gateway:
@@ -87,6 +95,8 @@ class Gateway:
             for prefix in ("", "/s/{session:path}"):
                 app.add_route(prefix + path, endpoint, methods=["POST"])  # type: ignore[arg-type]
         for prefix in ("", "/s/{session:path}"):
+            path = f"{prefix}{MESSAGES_PATH}/count_tokens"
+            app.add_route(path, TokenCount(self._core), methods=["POST"])  # type: ignore[arg-type]
             app.add_route(f"{prefix}/v1/models", self._models, methods=["GET"])
             app.add_route(f"{prefix}/v1/models/{{model:path}}", self._model, methods=["GET"])
         app.add_route("/sessions/{session:path}", self._session, methods=["GET"])
@@ -153,13 +163,22 @@ def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = Non
     )
 
 
+def _refused(request: Request, error: ApiError, headers: Mapping[str, str] | None) -> Response:
+    """An error, in the shape of the protocol that the path belongs to."""
+    route = request.url.path[request.url.path.rfind("/v1/") :]  # behind any session's name
+    if route != MESSAGES_PATH and not route.startswith(f"{MESSAGES_PATH}/"):
+        return _json(error_body(error), error.status, headers)
+    body = anthropic_error(error)
+    return _json(body, error.status, {**(headers or {}), "request-id": body["request_id"]})
+
+
 async def _told(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return _json(error_body(error), error.status, error_headers(error))
+    return _refused(request, error, error_headers(error))
 
 
 async def _not_routed(request: Request, error: Exception) -> Response:
     """404 and 405, in the shape of every other error."""
     assert isinstance(error, HTTPException)
     told = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-    return _json(error_body(told), told.status, error.headers)
+    return _refused(request, told, error.headers)

@@ -12,6 +12,7 @@ from forge_jax.gateway.ask import Ask
 from forge_jax.gateway.call import Call
 from forge_jax.gateway.completion import Completion
 from forge_jax.gateway.errors import ApiError
+from forge_jax.gateway.exchange import COMMENT
 from forge_jax.gateway.messages import ToolCall
 from forge_jax.models.tokenizer import Tokenizer
 from forge_jax.types import Chunk
@@ -53,3 +54,4 @@ class Wire:
     parse: Callable[[Mapping[str, Any]], Ask]  # raises ApiError(400)
     answer: Callable[[Context], Mapping[str, Any]]
     stream: Callable[[Context], StreamWriter]
+    keep_alive: bytes = COMMENT  # what a silent stream sends
