@@ -18,6 +18,7 @@ from forge_jax.gateway.errors import ApiError
 from forge_jax.gateway.fields import flag, integer, mapping, strings, text, wrong
 from forge_jax.gateway.messages import ToolCall, encoded
 from forge_jax.gateway.openai_parts import token_data
+from forge_jax.gateway.stored import StoredResponses
 from forge_jax.gateway.structure import RESPONSE_FORMAT, read_grammar
 from forge_jax.gateway.wire import Context, Wire
 from forge_jax.types import Chunk, Finish
@@ -35,7 +36,7 @@ SHARED = (
 )  # fmt: skip
 
 
-def parse(body: Mapping[str, Any]) -> Ask:
+def parse(body: Mapping[str, Any], _: StoredResponses) -> Ask:
     """What a body asks for. Raises ApiError(400)."""
     shared = common_fields({name: body[name] for name in SHARED if name in body})
     told = {

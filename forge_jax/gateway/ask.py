@@ -1,12 +1,13 @@
 """What a client asks for, the same whatever protocol it speaks."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from forge_jax.drawing import Grammar
 from forge_jax.gateway.fields import flag, integer, mapping, number, strings, token_ids, wrong
 from forge_jax.gateway.messages import Conversation
+from forge_jax.gateway.stored import Given
 from forge_jax.gateway.structure import read_grammar
 
 MOST_CHOICES = 128
@@ -35,6 +36,10 @@ class Ask:
     tell_ids: bool  # token ids and weight versions
     shaping: Mapping[str, Any]  # what else `Sampling` is to have
     answer: Grammar | None  # that the answer belongs to, where it is no tool call
+    told: Mapping[str, Any] = field(default_factory=dict)  # that the answer says of the request
+    # Namespace and name of functions, by the names that the model sees.
+    names: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    given: Given | None = None  # what later calls may refer to with the answer; None: nothing
 
     @property
     def echo_only(self) -> bool:

@@ -16,6 +16,7 @@ from forge_jax.gateway.history import Prompt
 from forge_jax.gateway.messages import ToolCall
 from forge_jax.types import Chunk, Engine, Finish, Refused
 
+BYTES = 4  # a token
 # What to do with newly read pieces of a completion.
 Emit = Callable[[Completion, Chunk, list[str | ToolCall]], Awaitable[None]]
 
@@ -32,6 +33,7 @@ class Call:
     arrived: float  # time.monotonic()
     hints: Mapping[str, str]  # what the client's own headers say of its session
     completions: tuple[Completion, ...] = ()
+    stored_bytes: int = 0  # of the request, where later calls may refer to it
     delivered: bool = False  # the client was sent all of it
     task: "asyncio.Task[None] | None" = None  # cancelled to abort
 
@@ -46,8 +48,9 @@ class Call:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the call holds."""
-        return sum(len(c.request.prompt) + len(c.output) for c in self.completions)
+        """How many tokens the call holds, or would fit in what it holds."""
+        held = sum(len(c.request.prompt) + len(c.output) for c in self.completions)
+        return held + self.stored_bytes // BYTES
 
     def abort(self) -> None:
         """Keeps what was sampled as something nobody received."""

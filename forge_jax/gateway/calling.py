@@ -11,7 +11,7 @@ from typing import Any
 from forge_jax.drawing import GRAMMAR, Grammar
 from forge_jax.gateway.errors import ApiError
 from forge_jax.gateway.messages import Conversation
-from forge_jax.gateway.structure import RESPONSE_FORMAT
+from forge_jax.gateway.structure import FORMATS
 from forge_jax.gateway.tools import CLOSE, OPEN, first_parameter
 
 Tool = Mapping[str, Any]
@@ -25,7 +25,7 @@ def reply_grammar(talk: Conversation, answer: Grammar | None, form: str) -> Gram
     A call that is asked for comes in place of the answer of a `response_format`, one that is left
     to the model beside it. Raises ApiError(400) where the two contradict.
     """
-    if answer is not None and answer.source != RESPONSE_FORMAT:
+    if answer is not None and answer.source not in FORMATS:
         if talk.must_call:
             message = f"{answer.source} does not go with tool_choice, which asks for a call"
             raise ApiError(400, message, param=answer.source)
@@ -35,7 +35,7 @@ def reply_grammar(talk: Conversation, answer: Grammar | None, form: str) -> Gram
         return _grammar(rules, "tool_choice")
     if answer is not None and talk.tools:
         rules = ["start: answer | calls", f"answer: %json {answer.text}"]
-        return _grammar([*rules, *_calls(talk.tools, form, talk.parallel)], RESPONSE_FORMAT)
+        return _grammar([*rules, *_calls(talk.tools, form, talk.parallel)], answer.source)
     if answer is None and form == "hermes" and any(map(_strict, talk.tools)):
         return _grammar(_free(talk.tools), "tools")
     return answer

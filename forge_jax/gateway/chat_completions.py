@@ -20,18 +20,19 @@ from forge_jax.gateway.openai_parts import (
     event,
     finish_reason,
     last_events,
-    token_bytes,
     token_data,
+    told_logprobs,
     usage_of,
 )
 from forge_jax.gateway.prompt_logprobs import by_token
+from forge_jax.gateway.stored import StoredResponses
 from forge_jax.gateway.wire import Context, Wire
 from forge_jax.types import Chunk
 
 MOST_TOKENS = 2**31 - 1
 
 
-def parse(body: Mapping[str, Any]) -> Ask:
+def parse(body: Mapping[str, Any], _: StoredResponses) -> Ask:
     """What a body asks for. Raises ApiError(400)."""
     most = integer(body, "max_completion_tokens", 1, MOST_TOKENS)
     older = integer(body, "max_tokens", 1, MOST_TOKENS)
@@ -90,22 +91,7 @@ def _logprobs(
 ) -> Mapping[str, Any] | None:
     if not context.ask.logprobs:
         return None
-
-    def told(token: int, logprob: float) -> dict[str, Any]:
-        [raw] = token_bytes(context.tokenizer, [token])
-        return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}
-
-    # An engine that tells none has drawn from nothing: the token stands for all.
-    sampled = list(zip(ids.tolist(), logprobs.tolist(), strict=True))
-    beside = tops or tuple((one,) for one in sampled)
-    content = [
-        {
-            **told(*one),
-            "top_logprobs": [told(*top) for top in likeliest] if context.ask.top_logprobs else [],
-        }
-        for one, likeliest in zip(sampled, beside, strict=True)
-    ]
-    return {"content": content, "refusal": None}
+    return {"content": told_logprobs(context, ids, logprobs, tops), "refusal": None}
 
 
 class ChatStream:

@@ -54,13 +54,14 @@ def _message(value: Any, path: str) -> Message:
     extra = {name: value[name] for name in EXTRA if isinstance(value.get(name), str)}
     return Message(
         role=ROLES.get(role, "user"),
-        content=_content(value.get("content"), f"{path}.content"),
+        content=read_content(value.get("content"), f"{path}.content"),
         calls=tuple(_call(c, f"{path}.tool_calls[{i}]") for i, c in enumerate(calls)),
         extra=extra,
     )
 
 
-def _content(value: Any, path: str) -> str:
+def read_content(value: Any, path: str) -> str:
+    """The text of a content, a string or a list of parts. Raises ApiError(400)."""
     if value is None:
         return ""
     if isinstance(value, str):

@@ -27,12 +27,15 @@ class Completion:
     def __init__(
         self,
         place: Place,
+        name: str,
         request: Request,
         parent: Place | None,
         tokenizer: Tokenizer,
         parser: ToolParser,
     ):
+        """`name` is unique among all sessions; ids that clients are told are made from it."""
         self.place = place
+        self.name = name
         self.request = request
         self.parent = parent
         self.finish: Finish | None = None

@@ -23,6 +23,7 @@ from forge_jax.gateway.openai_parts import (
     usage_of,
 )
 from forge_jax.gateway.prompt_logprobs import by_token, echoed
+from forge_jax.gateway.stored import StoredResponses
 from forge_jax.gateway.wire import Context, Wire
 from forge_jax.types import Chunk
 
@@ -30,7 +31,7 @@ DEFAULT_TOKENS = 16  # of the protocol
 MOST_TOKENS = 2**31 - 1
 
 
-def parse(body: Mapping[str, Any]) -> Ask:
+def parse(body: Mapping[str, Any], _: StoredResponses) -> Ask:
     """What a body asks for. Raises ApiError(400)."""
     if body.get("suffix"):
         raise ApiError(400, "suffix is not supported", param="suffix")

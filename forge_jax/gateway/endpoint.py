@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -68,8 +69,7 @@ class Endpoint:
         try:
             body = await read_body(receive, self._core.config.max_body_bytes)
             try:
-                ask = self._wire.parse(parse_object(body))
-                session, call = self._begin(scope, ask, body, arrived)
+                session, call, ask = self._begin(scope, body, arrived)
             except TemplateError as error:
                 raise ApiError(400, str(error), param="messages") from error
             except RecursionError:
@@ -79,10 +79,12 @@ class Endpoint:
         except ClientGone:
             pass  # there is nobody to answer
 
-    def _begin(self, scope: Scope, ask: Ask, body: bytes, arrived: float) -> tuple[Session, Call]:
-        """The call that a request is; the session does not know of it yet."""
+    def _begin(self, scope: Scope, body: bytes, arrived: float) -> tuple[Session, Call, Ask]:
+        """The call that a request is, and what it asks; the session does not know of it yet."""
+        fields = parse_object(body)
         core, headers = self._core, headers_of(scope)
         session = session_of(core, scope, headers)
+        ask = self._wire.parse(fields, session.stored)
         prompt = self._prompt(session, ask)
         digest = request_digest(scope["path"], body)
         retried = headers.get("x-stainless-retry-count", "0") != "0"
@@ -95,9 +97,10 @@ class Endpoint:
             prompt=prompt,
             arrived=arrived,
             hints=session_hints(headers),
+            stored_bytes=0 if ask.given is None else len(body),
         )
         call.completions = self._completions(session, call, ask)
-        return session, call
+        return session, call, ask
 
     def _prompt(self, session: Session, ask: Ask) -> Prompt:
         if isinstance(ask.source, Conversation):
@@ -138,6 +141,7 @@ class Endpoint:
             completions.append(
                 Completion(
                     place=(call.number, choice),
+                    name=f"{call.id}_{choice}",
                     request=Request(prompt=call.prompt.ids, sampling=sampling, facts=facts),
                     parent=None if parent is None else parent.place,
                     tokenizer=chat.tokenizer,
@@ -214,7 +218,7 @@ class Answer:
                 self._session.learn(completion)
 
         await draw(self._engine, self._call, take)
-        body = encoded(self._wire.answer(self._context))
+        body = encoded(self._answer())
         await send_body(send, 200, body, "application/json", headers)
         if self._context.ask.echo_only:  # what was sampled is nobody's
             self._call.abort()
@@ -230,8 +234,17 @@ class Answer:
             self._call.delivered = self._call.finished
 
         await draw(self._engine, self._call, tell)
+        if self._context.ask.given is not None:  # a client may refer to what it has just heard
+            self._answer()
         await stream.send(self._writer.end())
         await stream.end()
+
+    def _answer(self) -> Mapping[str, Any]:
+        """The answer of the finished call, stored if later calls may refer to it."""
+        answer, given = self._wire.answer(self._context), self._context.ask.given
+        if given is not None and not self._session.closed:
+            self._session.stored.add(given, answer)
+        return answer
 
     async def fail(self, stream: EventStream | None, error: ApiError) -> None:
         """Tells an error: with its status if possible, else in the stream that has begun."""

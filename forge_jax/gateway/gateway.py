@@ -21,6 +21,8 @@ from forge_jax.gateway.endpoint import Core, Endpoint, api_key
 from forge_jax.gateway.errors import ApiError, error_body, error_headers
 from forge_jax.gateway.messages import encoded
 from forge_jax.gateway.metrics import Metrics
+from forge_jax.gateway.response_routes import ResponseRoutes
+from forge_jax.gateway.response_stream import RESPONSES
 from forge_jax.gateway.server import serving
 from forge_jax.gateway.session import Session
 from forge_jax.gateway.sessions import Sessions
@@ -33,6 +35,7 @@ CALLS = {
     "/v1/chat/completions": CHAT_COMPLETIONS,
     "/v1/completions": COMPLETIONS,
     MESSAGES_PATH: MESSAGES,
+    "/v1/responses": RESPONSES,
 }
 
 
@@ -94,9 +97,11 @@ class Gateway:
             endpoint = Endpoint(self._core, wire)
             for prefix in ("", "/s/{session:path}"):
                 app.add_route(prefix + path, endpoint, methods=["POST"])  # type: ignore[arg-type]
+        stored = ResponseRoutes(self._sessions)
         for prefix in ("", "/s/{session:path}"):
             path = f"{prefix}{MESSAGES_PATH}/count_tokens"
             app.add_route(path, TokenCount(self._core), methods=["POST"])  # type: ignore[arg-type]
+            stored.add(app, prefix)
             app.add_route(f"{prefix}/v1/models", self._models, methods=["GET"])
             app.add_route(f"{prefix}/v1/models/{{model:path}}", self._model, methods=["GET"])
         app.add_route("/sessions/{session:path}", self._session, methods=["GET"])

@@ -39,6 +39,7 @@ class Message:
     content: str
     calls: tuple[ToolCall, ...] = ()
     extra: Mapping[str, str] = field(default_factory=dict)  # name, tool_call_id, ...
+    reply: str = ""  # name of the completion it was told as, where ids say that
 
     @functools.cached_property
     def key(self) -> tuple[Any, ...]:

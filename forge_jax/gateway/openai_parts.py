@@ -7,9 +7,10 @@ import numpy as np
 
 from forge_jax.gateway.ask import Ask
 from forge_jax.gateway.call import Call
-from forge_jax.gateway.completion import Completion
+from forge_jax.gateway.completion import Completion, Tops
 from forge_jax.gateway.errors import ApiError, error_body
 from forge_jax.gateway.messages import encoded
+from forge_jax.gateway.wire import Context
 from forge_jax.models.tokenizer import Tokenizer
 from forge_jax.types import Finish
 
@@ -61,3 +62,26 @@ def token_data(ids: np.ndarray, versions: np.ndarray) -> Mapping[str, Any]:
 def token_bytes(tokenizer: Tokenizer, ids: Sequence[int]) -> list[bytes]:
     """What each id adds to a text it does not begin."""
     return [tokenizer.piece(i, False) for i in ids]
+
+
+def told_logprobs(
+    context: Context, ids: np.ndarray, logprobs: np.ndarray, tops: Tops | None
+) -> list[Mapping[str, Any]]:
+    """Text, bytes and log-prob of each token, and of those beside it; [] if nobody asked."""
+    if not context.ask.logprobs:
+        return []
+
+    def told(token: int, logprob: float) -> dict[str, Any]:
+        [raw] = token_bytes(context.tokenizer, [token])
+        return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}
+
+    # An engine that tells none has drawn from nothing: the token stands for all.
+    sampled = list(zip(ids.tolist(), logprobs.tolist(), strict=True))
+    beside = tops or tuple((one,) for one in sampled)
+    return [
+        {
+            **told(*one),
+            "top_logprobs": [told(*top) for top in likeliest] if context.ask.top_logprobs else [],
+        }
+        for one, likeliest in zip(sampled, beside, strict=True)
+    ]

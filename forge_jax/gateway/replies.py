@@ -1,7 +1,7 @@
 """Finds the recorded completion behind a message or a prompt that comes back.
 
 Clients rewrite almost everything in the history they send back except the ids of tool
-calls, so those are asked first and the canonical content second. What a client really
+calls and items, so those are asked first and the canonical content second. What a client really
 changed is found under neither, and is no longer the model's own reply.
 """
 
@@ -16,12 +16,14 @@ class Replies:
 
     def __init__(self) -> None:
         self._by_call_id: dict[str, Completion] = {}
+        self._by_name: dict[str, Completion] = {}
         self._by_key: dict[object, list[Completion]] = {}
         self._by_end: dict[tuple[int, int], list[Completion]] = {}
         self._lengths: dict[int, int] = {}  # prompt and output together -> how many such
 
     def add(self, completion: Completion) -> None:
         """Makes a finished completion known."""
+        self._by_name[completion.name] = completion
         for call in completion.message.calls:
             self._by_call_id[call.id] = completion
         for key in _keys(completion):
@@ -33,6 +35,7 @@ class Replies:
 
     def discard(self, completion: Completion) -> None:
         """Forgets a completion; one that is not known is no mistake."""
+        self._by_name.pop(completion.name, None)
         for call in completion.message.calls:
             self._by_call_id.pop(call.id, None)
         for key in _keys(completion):
@@ -46,11 +49,12 @@ class Replies:
     def find(self, message: Message) -> tuple[Completion, ...]:
         """Completions that `message` may be, the newest last; () if it is none of ours.
 
-        Text may be missing beside a known tool call (some clients drop it), but
-        neither it nor a call may differ.
+        Text may be missing beside a known id (some clients drop it), but neither it nor a
+        call may differ.
         """
         known = next(
-            (self._by_call_id[c.id] for c in message.calls if c.id in self._by_call_id), None
+            (self._by_call_id[c.id] for c in message.calls if c.id in self._by_call_id),
+            self._by_name.get(message.reply),
         )
         if known is None:
             return tuple(self._by_key.get(message.key, ()))

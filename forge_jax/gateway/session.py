@@ -14,6 +14,7 @@ import numpy as np
 from forge_jax.gateway.call import Call
 from forge_jax.gateway.completion import Completion
 from forge_jax.gateway.replies import Replies
+from forge_jax.gateway.stored import StoredResponses, response_id
 from forge_jax.models.chat import Chat
 from forge_jax.types import Finish, Turn
 
@@ -44,6 +45,7 @@ class Session:
         self.anonymous = anonymous
         self.opened = time.monotonic()
         self.replies = Replies()
+        self.stored = StoredResponses()
         self.calls: dict[int, Call] = {}
         self.closed = False
         self._chat = chat
@@ -115,6 +117,7 @@ class Session:
             return
         for completion in call.completions:
             self.replies.discard(completion)
+        self.stored.discard(response_id(call.id))
         call.abort()
         self._failed.setdefault(call.digest, []).append(call.draw)
         while len(self._failed) > FAILURES_KEPT:
@@ -124,6 +127,7 @@ class Session:
         """Drops a call from the record."""
         for completion in call.completions:
             self.replies.discard(completion)
+        self.stored.discard(response_id(call.id))
         self.calls.pop(call.number, None)
 
     def close(self) -> tuple[Turn, ...]:

@@ -12,7 +12,8 @@ from forge_jax.drawing import CHOICE, GRAMMAR, JSON_SCHEMA, REGEX, Grammar
 from forge_jax.gateway.errors import ApiError
 from forge_jax.gateway.fields import flag, mapping, shown, strings, text, wrong
 
-RESPONSE_FORMAT = "response_format"
+RESPONSE_FORMAT, TEXT_FORMAT = "response_format", "text.format"
+FORMATS = (RESPONSE_FORMAT, TEXT_FORMAT)  # that leave the model free to call a tool instead
 MOST_CHOICES = 4096
 ANY_OBJECT = {"type": "object"}
 
@@ -29,7 +30,7 @@ def read_grammar(body: Mapping[str, Any]) -> Grammar | None:
     found += [_guided(body, name, f"guided_{name}") for name in _READ]
     found += [_guided(outputs, name, name, "structured_outputs.") for name in _READ]
     if flag(outputs, "json_object", "structured_outputs."):
-        found.append(_of_schema(ANY_OBJECT, "structured_outputs.json_object"))
+        found.append(schema_grammar(ANY_OBJECT, "structured_outputs.json_object"))
     said = [grammar for grammar in found if grammar is not None]
     if len(said) > 1:
         first, second = said[0].source, said[1].source
@@ -50,14 +51,14 @@ def _response_format(body: Mapping[str, Any]) -> Grammar | None:
     if not wanted or kind == "text":
         return None
     if kind == "json_object":
-        return _of_schema(ANY_OBJECT, RESPONSE_FORMAT)
+        return schema_grammar(ANY_OBJECT, RESPONSE_FORMAT)
     if kind != "json_schema":
         raise wrong(f"{RESPONSE_FORMAT}.type", kind, "text, json_object or json_schema")
     path = f"{RESPONSE_FORMAT}.json_schema"
     holder = mapping(wanted, "json_schema", f"{RESPONSE_FORMAT}.")
     if holder.get("schema") is None:
         raise wrong(f"{path}.schema", None, "a JSON schema")
-    return _of_schema(mapping(holder, "schema", f"{path}."), RESPONSE_FORMAT)
+    return schema_grammar(mapping(holder, "schema", f"{path}."), RESPONSE_FORMAT)
 
 
 def _guided(body: Mapping[str, Any], kind: str, name: str, path: str = "") -> Grammar | None:
@@ -75,10 +76,11 @@ def _schema(body: Mapping[str, Any], name: str, path: str) -> Grammar:
             raise ApiError(400, f"{path}{name} is not JSON: {error}", param=path + name) from None
     if not isinstance(value, dict):
         raise wrong(path + name, value, "a JSON schema, an object or its text")
-    return _of_schema(value, path + name)
+    return schema_grammar(value, path + name)
 
 
-def _of_schema(schema: Mapping[str, Any], source: str) -> Grammar:
+def schema_grammar(schema: Mapping[str, Any], source: str) -> Grammar:
+    """The JSON texts of a schema, as the field `source` asks for them."""
     try:
         written = json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except ValueError:

@@ -14,6 +14,7 @@ from forge_jax.gateway.completion import Completion
 from forge_jax.gateway.errors import ApiError
 from forge_jax.gateway.exchange import COMMENT
 from forge_jax.gateway.messages import ToolCall
+from forge_jax.gateway.stored import StoredResponses
 from forge_jax.models.tokenizer import Tokenizer
 from forge_jax.types import Chunk
 
@@ -51,7 +52,8 @@ class StreamWriter(Protocol):
 class Wire:
     """One protocol."""
 
-    parse: Callable[[Mapping[str, Any]], Ask]  # raises ApiError(400)
+    # A body, and what the session stores for later calls to refer to. Raises ApiError(400, 404).
+    parse: Callable[[Mapping[str, Any], StoredResponses], Ask]
     answer: Callable[[Context], Mapping[str, Any]]
     stream: Callable[[Context], StreamWriter]
     keep_alive: bytes = COMMENT  # what a silent stream sends

@@ -195,7 +195,7 @@ def test_routes_and_methods_nobody_serves() -> None:
                 ("GET", "/", 404),
                 ("HEAD", "/", 404),
                 ("POST", "/v1/embeddings", 404),
-                ("POST", "/v1/responses", 404),
+                ("POST", "/v1/nothing", 404),
                 ("POST", "/s/a/v1/nothing", 404),
                 ("GET", "/v1/chat/completions", 405),
                 ("GET", "/v1/models/gpt-4", 404),
