@@ -42,11 +42,13 @@ def read_conversation(body: Mapping[str, Any]) -> Conversation:
 def _system(value: Any) -> list[Message]:
     if value is None:
         return []
-    texts = [
-        _text_of(block, path)
-        for block, path in _blocks(value, "system")
-        if not _text_of(block, path).startswith(NOT_FOR_MODELS)
-    ]
+    texts = []
+    for block, path in _blocks(value, "system"):
+        said = _text_of(block, path)
+        if said.startswith(NOT_FOR_MODELS):
+            said = said.partition("\n")[2]
+        if said:
+            texts.append(said)
     return [Message(role="system", content="\n".join(texts))] if texts else []
 
 

@@ -97,6 +97,8 @@ def test_messages_become_what_templates_read() -> None:
     billing = {"type": "text", "text": "x-anthropic-billing-header: cch=1;"}
     texts = [{"type": "text", "text": t} for t in ("be", "brief")]
     assert plain(system=[billing, *texts]) == [("system", "be\nbrief"), ("user", "hi")]
+    joined = f"{billing['text']}\nbe\nbrief"
+    assert plain(system=joined) == plain(system=texts)
     assert plain(system=[billing]) == plain(system=[]) == [("user", "hi")]
     inside = {"role": "system", "content": texts}
     assert plain(messages=[*USER, inside]) == [("user", "hi"), ("system", "be\nbrief")]
