@@ -63,7 +63,7 @@ def train(
         ),
         Program(
             name="apply",
-            traced=step._apply.trace(state, params, step_cfg.optim),
+            traced=step._apply.trace(state, params, step_cfg.optim, step_cfg.mtp.frozen),
             runs=1,
             beside={},
             names={"arguments": "weights, moments, gradients"},

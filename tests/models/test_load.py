@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,9 @@ def test_a_fresh_model_is_the_same_on_every_mesh() -> None:
     mesh = make_mesh(fsdp=2, context=2, tensor=2)
     placed = build(cfg, chat, 0, "small", mesh=mesh).params
     jax.tree.map(assert_on, placed, shardings(layout(cfg), mesh))
-    same(placed, build(cfg, chat, 0, "small").params)
+    # The same draws: how a compiler in a hurry rounds depends on how they are cut.
+    near = partial(np.testing.assert_allclose, rtol=1e-6)
+    jax.tree.map(near, placed, build(cfg, chat, 0, "small").params)
 
 
 def test_large_models_are_drawn_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
