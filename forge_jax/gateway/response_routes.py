@@ -30,6 +30,9 @@ class ResponseRoutes:
         app.add_route(f"{path}/input_items", self._input, methods=["GET"])
 
     async def _read(self, request: Request) -> Response:
+        streamed = request.query_params.get("stream", "false")
+        if streamed != "false":
+            raise wrong("stream", streamed, "false: what is stored has ended")
         return _json(self._found(request)[1].answer)
 
     async def _delete(self, request: Request) -> Response:

@@ -5,6 +5,8 @@ import json
 
 import pytest
 from fake_engine import FakeEngine, Served, chat_of, run, served, text_engine
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from forge_jax.models.chat import Chat
 from forge_jax.rollout.script import Rule, When
@@ -18,6 +20,7 @@ LOOK = {
 }
 CALL = '<tool_call>\n{"name": "{tool}", "arguments": {arguments}}\n</tool_call>'
 WRITTEN = '<tool_call>\n{"name": "look", "arguments": {"key":  "k1"}}\n</tool_call>'
+EVENTS = TypeAdapter(ResponseStreamEvent)
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -108,6 +111,8 @@ def test_events_are_numbered_and_say_what_the_answer_says() -> None:
             }  # fmt: skip
             whole = await up.of("s").responses.create(**ask)
             events = [e async for e in await up.of("t").responses.create(**ask, stream=True)]
+        for event in events:  # what the client itself does not check
+            EVENTS.validate_python(event.to_dict())
         kinds = [e.type for e in events]
         assert kinds[:2] == ["response.created", "response.in_progress"]
         assert kinds[-1] == "response.completed"

@@ -161,8 +161,9 @@ def test_mistakes_are_named() -> None:
                 error = await refused(up, 400, **fields)
                 assert (error["param"], error["type"]) == (param, "invalid_request_error")
             kept = await up.of("s").responses.create(model="m", input="x")
-            for query in ("limit=0", "limit=x", "order=odd"):
-                answer = await up.http.get(f"/s/s{PATH}/{kept.id}/input_items?{query}")
+            for query in ("limit=0", "limit=x", "order=odd", "stream=true"):
+                end = "" if "stream" in query else "/input_items"
+                answer = await up.http.get(f"/s/s{PATH}/{kept.id}{end}?{query}")
                 assert answer.status_code == 400
                 assert answer.json()["error"]["param"] == query.partition("=")[0]
 
