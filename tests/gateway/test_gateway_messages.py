@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 from anthropic import Anthropic, AsyncAnthropic
 from anthropic.types import Message
-from fake_engine import FakeEngine, Served, chat_of, run, sequence, served, text_engine
+from fake_engine import ADMIN, FakeEngine, Served, chat_of, run, sequence, served, text_engine
 from pair_tokenizer import PairTokenizer, sampled
 
 from forge_jax.models.chat import Chat, built_in
@@ -241,7 +241,8 @@ def test_counting_tokens_changes_nothing() -> None:
             ask = {"model": "any", "messages": USER, "system": "é", "tools": [LOOK]}
             counted = (await client.messages.count_tokens(**ask)).input_tokens
             assert (await client.beta.messages.count_tokens(**ask)).input_tokens == counted
-            assert (await up.http.get("/sessions/s")).status_code == 401
+            admin = {"authorization": f"Bearer {ADMIN}"}
+            assert (await up.http.get("/sessions/s", headers=admin)).status_code == 404
             message = await client.messages.create(**ask, max_tokens=9)
             usage = message.usage
             assert usage.input_tokens + usage.cache_read_input_tokens == counted
