@@ -216,3 +216,21 @@ def test_a_reply_cut_by_its_limit_is_continued_token_by_token() -> None:
             assert prompt[at + 3] == form.stop_ids[0]  # the template closes the turn
 
     run(test)
+
+
+@pytest.mark.parametrize(("said", "spliced"), [("", 1), ("One.", 1), ("Other.", 0)])
+def test_a_message_is_known_by_its_id_unless_its_text_differs(said: str, spliced: int) -> None:
+    async def test() -> None:
+        async with served(text_engine(chat("chatml"), "One."), chat("chatml")) as up:
+            question = {"role": "user", "content": "x"}
+            create = up.of("s").responses.create
+            (item,) = (await create(model="m", input=[question])).output
+            parts = [{"type": "output_text", "text": said}] if said else []
+            await create(model="m", input=[question, {**item.to_dict(), "content": parts}])
+            parents = [t["parent"] for t in await up.turns("s")]
+            assert parents == [None, 0 if spliced else None]
+            assert (
+                f"forge_replies_foreign_total {1 - spliced}" in (await up.http.get("/metrics")).text
+            )
+
+    run(test)
