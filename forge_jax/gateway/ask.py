@@ -99,7 +99,7 @@ def _bias(said: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
     pairs = []
     for token in said:
         bias = number(said, token, -100.0)
-        if not token.isdecimal() or bias is None:
+        if not token.isdecimal() or len(token) > 10 or bias is None:
             raise wrong("logit_bias", said, "an object of numbers by token id")
         pairs.append((int(token), bias))
     return tuple(pairs)

@@ -16,7 +16,7 @@ ROLES = {"system": "system", "developer": "system", "assistant": "assistant", "t
          "function": "tool"}  # fmt: skip
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 EXTRA = ("name", "tool_call_id", "reasoning_content")
-RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+RESERVED = ("self", "messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 
 
 def read_conversation(body: Mapping[str, Any]) -> Conversation:

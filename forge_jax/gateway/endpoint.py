@@ -152,7 +152,8 @@ class Endpoint:
 
     def _parser(self, source: object, prefix: str) -> ToolParser:
         if isinstance(source, Conversation):
-            return parser_for(self._core.chat.format.tool_format, source.tools, prefix)
+            tools = source.must_call or source.tools
+            return parser_for(self._core.chat.format.tool_format, tools, prefix)
         return PlainText()
 
     async def _serve(
@@ -231,12 +232,13 @@ class Answer:
             # Before its client can answer: the next call may come with the last token.
             self._session.learn(completion)
             await stream.send(self._writer.pieces(completion, chunk, pieces))
-            self._call.delivered = self._call.finished
+            self._call.delivered = self._call.finished and not self._wire.told_by_end
 
         await draw(self._engine, self._call, tell)
         if self._context.ask.given is not None:  # a client may refer to what it has just heard
             self._answer()
         await stream.send(self._writer.end())
+        self._call.delivered = True
         await stream.end()
 
     def _answer(self) -> Mapping[str, Any]:

@@ -58,8 +58,8 @@ class Replies:
         )
         if known is None:
             return tuple(self._by_key.get(message.key, ()))
-        text, calls = known.message.key
-        same = message.key[1] == calls and message.key[0] in ("", text)
+        calls = known.message.key[1]
+        same = message.key in _keys(known) or (calls and message.key == ("", calls))
         return (known,) if same else ()
 
     def parent(self, prompt: np.ndarray) -> Completion | None:

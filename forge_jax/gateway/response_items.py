@@ -29,7 +29,10 @@ def read_input(body: Mapping[str, Any], stored: StoredResponses) -> tuple[Item, 
         return (_whole({"role": "user", "content": value}),)
     if not isinstance(value, list):
         raise wrong("input", value, "a text or a list of items")
-    return tuple(_resolved(item, f"input[{i}]", stored) for i, item in enumerate(value))
+    items = tuple(_resolved(item, f"input[{i}]", stored) for i, item in enumerate(value))
+    if len({id(item) for item in items}) < len(items):  # each a few bytes, and a whole item read
+        raise ApiError(400, "input refers to one item twice", param="input")
+    return items
 
 
 def _resolved(item: Any, path: str, stored: StoredResponses) -> Item:
@@ -143,7 +146,7 @@ def _call(item: Item, path: str, names: Mapping[Name, str]) -> ToolCall:
 
 def listed(items: Iterable[Item], after: str | None, limit: int, newest_first: bool) -> Any:
     """A page of items behind the one whose id is `after`."""
-    order = list(items)[::-1] if newest_first else list(items)
+    order = list({item["id"]: item for item in items}.values())[:: -1 if newest_first else 1]
     names = [item["id"] for item in order]
     start = names.index(after) + 1 if after in names else 0
     page = order[start : start + limit]

@@ -45,7 +45,7 @@ class ResponseRoutes:
         """Everything the response was given: the talk that it goes on from, and its own items."""
         given, query = self._found(request)[1].given, request.query_params
         limit, order = query.get("limit", "20"), query.get("order", "desc")
-        if not limit.isdecimal() or not 1 <= int(limit) <= MOST_ITEMS:
+        if not limit.isdecimal() or len(limit) > 3 or not 1 <= int(limit) <= MOST_ITEMS:
             raise wrong("limit", limit, f"a whole number from 1 to {MOST_ITEMS}")
         if order not in ("asc", "desc"):
             raise wrong("order", order, "asc or desc")

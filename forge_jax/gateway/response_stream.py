@@ -118,4 +118,4 @@ class ResponseStream:
         return b"event: " + kind.encode() + b"\ndata: " + encoded(body) + b"\n\n"
 
 
-RESPONSES = Wire(parse=parse, answer=answer, stream=ResponseStream)
+RESPONSES = Wire(parse=parse, answer=answer, stream=ResponseStream, told_by_end=True)

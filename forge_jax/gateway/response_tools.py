@@ -65,7 +65,7 @@ def told_tools(body: Mapping[str, Any]) -> list[Any]:
 def shown_names(names: Sequence[Name]) -> dict[Name, str]:
     """One name for each function: its own, behind its namespace's where that is taken."""
     shown: dict[Name, str] = {}
-    for namespace, name in names:
+    for namespace, name in sorted(names, key=lambda one: one[0] != ""):  # flat ones first
         if (namespace, name) not in shown:
             taken = name in shown.values()
             shown[namespace, name] = f"{namespace}__{name}" if taken and namespace else name

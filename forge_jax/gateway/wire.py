@@ -57,3 +57,4 @@ class Wire:
     answer: Callable[[Context], Mapping[str, Any]]
     stream: Callable[[Context], StreamWriter]
     keep_alive: bytes = COMMENT  # what a silent stream sends
+    told_by_end: bool = False  # a stream is whole to its client only with the events of its `end`

@@ -215,20 +215,21 @@ class RolloutEngine:
                 close = self._scheduler.crowded or self._scheduler.stepwise
                 wait = unread is not None and close
                 plan = None if wait else self._scheduler.plan()
-                self._send(self._scheduler.refused())
-                idle = plan is None and unread is None
+                refused = self._scheduler.refused()
+                self._send(refused)
+                # What a refused request had may be what another one waits for.
+                idle = plan is None and unread is None and not refused
                 if idle:
                     self._wake.clear()
                 else:
                     await self._passage.send_down()
-                    hold = plan is not None and self._scheduler.goes_on
-                    hold = hold and not close
+                    hold = plan is not None and self._scheduler.goes_on and not close
                     results, unread = await self._on_device(
                         self._runner.advance, plan, unread, hold
                     )
                     if results is not None:
                         self._send(self._scheduler.apply(results))
-                        self._changes.ended()
+                    self._changes.ended()
             if idle:
                 await self._wake.wait()
                 await asyncio.sleep(0)  # callers of the same tick come along
@@ -261,8 +262,6 @@ class RolloutEngine:
             raise Refused(503, self._closed)
         number = next(self._numbers)
         sampling = request.sampling
-        if "" in sampling.stop:
-            raise Refused(400, "stop='' must not be empty")
         check_asked(sampling, self._rollout, self._limits)
         stop = StopStrings(sampling.stop, self._tokenizer) if sampling.stop else None
         seed = seed_of(sampling, self._seed, number)
@@ -278,7 +277,7 @@ class RolloutEngine:
         if sampling.grammar is None:
             return None
         check_asked(sampling, self._rollout, self._limits)
-        return await asyncio.to_thread(self._grammars.matcher, sampling.grammar)
+        return await self._grammars.matched(sampling.grammar)
 
     def _send(self, items: Iterable[tuple[int, Chunk | Refused]]) -> None:
         for number, item in items:

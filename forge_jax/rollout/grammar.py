@@ -5,10 +5,12 @@ follows from the tokens alone, so it does not matter who sampled them, or in how
 Invariant: a completion that a stop id has ended is a text of its grammar.
 """
 
+import asyncio
 import functools
 import json
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from forge_jax.types import Refused
 # a model that has lost its way may write white space for ever.
 WHITESPACE = r"( |\n[ \t]{0,16})"
 LIMITS = LLParserLimits(verbose_errors=False)
+NO_TOKEN = "the vocabulary has no token for what must come"
 SHOWN = 500  # characters of an error of the compiler that a client is told
 
 
@@ -34,6 +37,8 @@ class Grammars:
         self._tokenizer, self._vocab = tokenizer, vocab
         self._stop_ids = tuple(index for index in stop_ids if index < vocab)
         self._lock = threading.Lock()
+        # Of its own: compiling takes turns, and others need the threads of the event loop.
+        self._thread = ThreadPoolExecutor(1, "grammar")
         self._compiled = functools.lru_cache(maxsize=256)(self._compile)
 
     def open(self) -> None:
@@ -41,6 +46,11 @@ class Grammars:
         if self._stop_ids:
             with self._lock:
                 _ = self._vocabulary
+
+    async def matched(self, grammar: Grammar) -> "Matcher":
+        """`matcher`, which takes a while where `grammar` is new."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self.matcher, grammar)
 
     def matcher(self, grammar: Grammar) -> "Matcher":
         """At the beginning of a completion. Raises Refused(400) where `grammar` is none."""
@@ -99,9 +109,10 @@ class Matcher:
             self.allowed &= ~self._stops
         inner.rollback(len(self.forced))
         if inner.is_error():
-            return _refused(self._grammar, inner.get_error())
+            error = inner.get_error().removesuffix("<non-verbose/>").strip()
+            return _refused(self._grammar, NO_TOKEN if error == "NoExtensionBias" else error)
         if not self.allowed.any():
-            return _refused(self._grammar, "the vocabulary has no token for what must come")
+            return _refused(self._grammar, NO_TOKEN)
         return None
 
 

@@ -181,6 +181,8 @@ def _unscored(size: int, top: int) -> PromptLogprobs:
 
 def check_asked(sampling: Sampling, rollout: RolloutConfig, limits: Limits) -> None:
     """Raises Refused(400) where the engine was not made for what is asked."""
+    if "" in sampling.stop:
+        raise Refused(400, "stop='' must not be empty")
     if sampling.shaped and not rollout.shaping:
         asked = [name for name in SHAPING if getattr(sampling, name) != getattr(PLAIN, name)]
         name = asked[0] if sampling.grammar is None else sampling.grammar.source

@@ -146,7 +146,10 @@ class Runner:
             packet = pack_decode([], [], shape, self._rollout)
             settings = pack_settings([], shape.steps, shape, self._rollout.page)
             self._decode(np.concatenate([packet, settings]), shape)
-        self.ingest([SCRATCH], self.stage([SCRATCH]))
+        staged = self.stage([SCRATCH])
+        self.ingest([SCRATCH], staged)
+        if self._rollout.tiered:  # what comes from the host is a program of its own
+            self.ingest([SCRATCH], jax.device_get(staged))
         jax.block_until_ready(self._pool)
 
     def advance(

@@ -6,6 +6,7 @@ exactly once, and with all pages taken the oldest running job still goes on.
 """
 
 from collections import Counter, OrderedDict
+from itertools import islice
 
 import numpy as np
 
@@ -40,6 +41,7 @@ class Scheduler:
         self._seats: list[Stay | None] = [None] * cfg.slots
         self._stays: OrderedDict[int, Stay] = OrderedDict()  # by job number
         self._beginnings: Counter[bytes] = Counter()  # first pages of live jobs
+        self._shaped = 0  # live jobs that change their logits
         self.counts: Counter[str] = Counter()
 
     @property
@@ -63,12 +65,12 @@ class Scheduler:
     @property
     def stepwise(self) -> bool:
         """Some request needs what it was given last before more is asked of it."""
-        jobs = [*self._waiting.values(), *(stay.job for stay in self._stays.values())]
-        return any(job.sampling.shaped for job in jobs)
+        return self._shaped > 0
 
     def submit(self, job: Job) -> None:
         self._waiting[job.number] = job
         self._beginnings[self._beginning(job)] += 1
+        self._shaped += job.sampling.shaped
         self.counts["submitted"] += 1
 
     def abandon(self, number: int) -> None:
@@ -201,7 +203,9 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Gives slots and pages to waiting jobs, first come first served."""
-        looked = [*self._waiting.values()][: AHEAD * self._cfg.slots] if self.admitting else ()
+        looked = (
+            [*islice(self._waiting.values(), AHEAD * self._cfg.slots)] if self.admitting else ()
+        )
         for job in looked:
             if len(self._stays) == self._cfg.slots:
                 break
@@ -267,6 +271,7 @@ class Scheduler:
         self._beginnings[beginning] -= 1
         if not self._beginnings[beginning]:
             del self._beginnings[beginning]
+        self._shaped -= job.sampling.shaped
         self.counts[finish] += 1
 
     @property

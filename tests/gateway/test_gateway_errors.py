@@ -73,8 +73,10 @@ WRONG: list[tuple[dict, str]] = [
     ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"min_tokens": 9, "max_tokens": 4}, "min_tokens"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
     ({"logit_bias": {"3": 101}}, "logit_bias[3]"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+    ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
     ({"response_format": "json"}, "response_format"),
 ]
 

@@ -8,6 +8,7 @@ from fake_engine import FakeEngine, Served, chat_of, run, served, text_engine
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from forge_jax.gateway.response_tools import shown_names
 from forge_jax.models.chat import Chat
 from forge_jax.rollout.script import Rule, When
 from forge_jax.rollout.scripted import ScriptedEngine
@@ -212,6 +213,7 @@ def test_tools_of_every_kind_and_what_must_be_called() -> None:
         space = {"type": "namespace", "name": "crm", "description": "d",
                  "tools": [other, {**other, "name": "find"}, {"type": "custom"}]}  # fmt: skip
         tools = [{"type": "web_search"}, LOOK, {"type": "local_shell"}, space]
+        assert shown_names([("crm", "look"), ("", "look")])["crm", "look"] == "crm__look"
         reply = '<tool_call>{"name": "crm__look", "arguments": {}}</tool_call>'
         engine = text_engine(chat, reply, "done")
         async with served(engine, chat) as up:

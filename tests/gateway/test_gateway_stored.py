@@ -161,11 +161,13 @@ def test_mistakes_are_named() -> None:
                 error = await refused(up, 400, **fields)
                 assert (error["param"], error["type"]) == (param, "invalid_request_error")
             kept = await up.of("s").responses.create(model="m", input="x")
-            for query in ("limit=0", "limit=x", "order=odd", "stream=true"):
+            for query in ("limit=0", "limit=x", f"limit={'9' * 5000}", "order=odd", "stream=true"):
                 end = "" if "stream" in query else "/input_items"
                 answer = await up.http.get(f"/s/s{PATH}/{kept.id}{end}?{query}")
                 assert answer.status_code == 400
                 assert answer.json()["error"]["param"] == query.partition("=")[0]
+            twice = [{"type": "item_reference", "id": kept.output[0].id}] * 2
+            assert (await refused(up, 400, input=twice))["param"] == "input"
 
     run(test)
 

@@ -235,3 +235,16 @@ def test_the_lookup_format_has_its_own_calls() -> None:
         assert isinstance(call, ToolCall)
         assert call.name == "look"
         assert json.loads(call.arguments)["key"]
+
+
+def test_the_lookup_format_calls_the_tool_that_was_asked_for() -> None:
+    async def test() -> None:
+        chat, other = chat_of("lookup"), {**LOOK, "function": {**LOOK["function"], "name": "other"}}
+        forced = {"type": "function", "function": {"name": "other"}}
+        async with served(text_engine(chat, "?k1"), chat) as up:
+            create = up.of("s").chat.completions.create
+            made = await create(model="m", messages=USER, tools=[LOOK, other], tool_choice=forced)
+            (call,) = made.choices[0].message.tool_calls
+            assert call.function.name == "other"
+
+    run(test)

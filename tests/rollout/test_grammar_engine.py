@@ -268,6 +268,11 @@ def test_what_cannot_be_followed_is_refused_and_no_one_else_is() -> None:
             assert (await beside).finish is not Finish.ABORT
         async with engine(shaping=False, top_logprobs=0) as up:
             found.append(await refusal(up, dataclasses.replace(JSON, source="guided_json")))
+        # Whoever waits for the only slot gets it.
+        async with served(dataclasses.replace(ROLLOUT, slots=1), stop_ids=(ord("\n"),)) as up:
+            calls = (complete(up, asked(k, g, 1)) for k, g in enumerate((None, endless, None)))
+            ended = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 60)
+            assert [isinstance(end, Refused) for end in ended] == [False, True, False]
         return found
 
     found = run(refusals())
