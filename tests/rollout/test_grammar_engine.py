@@ -270,7 +270,11 @@ def test_what_cannot_be_followed_is_refused_and_no_one_else_is() -> None:
             found.append(await refusal(up, dataclasses.replace(JSON, source="guided_json")))
         # Whoever waits for the only slot gets it.
         async with served(dataclasses.replace(ROLLOUT, slots=1), stop_ids=(ord("\n"),)) as up:
-            calls = (complete(up, asked(k, g, 1)) for k, g in enumerate((None, endless, None)))
+            calls = [asyncio.create_task(complete(up, asked(0, None, 1, max_tokens=99)))]
+            calls.append(asyncio.create_task(complete(up, asked(1, endless, 1))))
+            while not (up.stats()["requests_running"] and up.stats()["requests_waiting"]):
+                await asyncio.sleep(0.001)
+            calls.append(asyncio.create_task(complete(up, asked(2, None, 1))))
             ended = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 60)
             assert [isinstance(end, Refused) for end in ended] == [False, True, False]
         return found
