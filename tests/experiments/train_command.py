@@ -26,6 +26,9 @@ SYNCHRONOUS = (*TINY, "sched.synchronous=true", "sched.in_flight=2", "sched.wind
 
 # As at a user's: one device. The programs of all runs are in one compilation cache.
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+# Tests that were begun in the background ignore Ctrl-C, and a run they start would as well.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def start(
