@@ -49,7 +49,7 @@ class Replies:
     def find(self, message: Message) -> tuple[Completion, ...]:
         """Completions that `message` may be, the newest last; () if it is none of ours.
 
-        Text may be missing beside a known id (some clients drop it), but neither it nor a
+        Text may be missing beside known calls (some clients drop it), but neither it nor a
         call may differ.
         """
         known = next(
