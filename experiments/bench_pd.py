@@ -36,7 +36,7 @@ from matplotlib.figure import Figure
 from experiments.command import command
 from experiments.models import resolve
 from forge_jax.config import MeshConfig, RolloutConfig, UserError, check, load
-from forge_jax.rollout.disaggregated import DisaggregatedEngine
+from forge_jax.rollout.disaggregated import DisaggregatedEngine, decoding
 from forge_jax.rollout.engine import RolloutEngine
 from forge_jax.sharding import mesh_from
 from forge_jax.types import Request, Sampling
@@ -149,7 +149,11 @@ async def opened(cfg: BenchConfig, name: str) -> AsyncIterator[RolloutEngine | D
         decode = mesh_from(cfg.mesh)
         meshes = [decode, mesh_from(cfg.prefill, jax.devices()[decode.size :])]
     with ExitStack() as stack:
-        made = [one(cfg, mesh, stack.enter_context(ThreadPoolExecutor(1))) for mesh in meshes]
+        sizes = [cfg.rollout] if name == "together" else [decoding(cfg.rollout), cfg.rollout]
+        made = [
+            one(cfg, mesh, rollout, stack.enter_context(ThreadPoolExecutor(1)))
+            for mesh, rollout in zip(meshes, sizes, strict=True)
+        ]
         engine: RolloutEngine | DisaggregatedEngine = made[0]
         if name == "apart":
             engine = DisaggregatedEngine(made[1:], made[:1], cfg.rollout)
@@ -163,9 +167,11 @@ async def opened(cfg: BenchConfig, name: str) -> AsyncIterator[RolloutEngine | D
                 await serving
 
 
-def one(cfg: BenchConfig, mesh: Mesh, device: ThreadPoolExecutor) -> RolloutEngine:
+def one(
+    cfg: BenchConfig, mesh: Mesh, rollout: RolloutConfig, device: ThreadPoolExecutor
+) -> RolloutEngine:
     model = resolve(cfg.model, cfg.seed, mesh=mesh)
-    return RolloutEngine(model.cfg, model.params, (), cfg.rollout, model.chat.tokenizer, device)
+    return RolloutEngine(model.cfg, model.params, (), rollout, model.chat.tokenizer, device)
 
 
 async def storm(

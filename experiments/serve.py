@@ -192,7 +192,7 @@ async def real_engine(cfg: Config) -> AsyncIterator[Opened]:
     import jax
 
     from experiments.models import resolve
-    from forge_jax.rollout.disaggregated import DisaggregatedEngine
+    from forge_jax.rollout.disaggregated import DisaggregatedEngine, decoding
     from forge_jax.rollout.engine import RolloutEngine
     from forge_jax.sharding import mesh_from
 
@@ -203,6 +203,7 @@ async def real_engine(cfg: Config) -> AsyncIterator[Opened]:
         used = sum(mesh.size for mesh in places)
         if cfg.prefill is not None:
             places = [*places, mesh_from(cfg.prefill, jax.devices()[used:])]
+        last = len(places) - 1
         for number, mesh in enumerate(places):
             model = resolve(cfg.model, cfg.seed, mesh=mesh)
             sizes = cfg.rollout.of(model.cfg.max_context)
@@ -215,7 +216,7 @@ async def real_engine(cfg: Config) -> AsyncIterator[Opened]:
                 model.cfg,
                 model.params,
                 stop_ids=model.chat.stop_ids,
-                rollout=sizes,
+                rollout=decoding(sizes) if cfg.prefill is not None and number < last else sizes,
                 tokenizer=model.chat.tokenizer,
                 device=stack.enter_context(ThreadPoolExecutor(1, f"device-{number}")),
                 seed=cfg.seed,

@@ -23,6 +23,12 @@ from forge_jax.rollout.observe.totals import together
 from forge_jax.types import Chunk, Finish, Request, Sampling
 
 
+def decoding(rollout: RolloutConfig) -> RolloutConfig:
+    """Of an engine that decodes: a prefill call there has the rest of a prompt, less than a page,
+    and every stream waits for it."""
+    return dataclasses.replace(rollout, chunk=min(rollout.chunk, 4 * rollout.page))
+
+
 class DisaggregatedEngine:
     """Engines of one model, each with a mesh and a device thread; implements `types.Engine`."""
 
@@ -32,8 +38,8 @@ class DisaggregatedEngine:
         decode: Sequence[RolloutEngine],
         rollout: RolloutConfig,
     ):
-        """`rollout` is that of all engines, but for slots, pages and steps of a call. Raises
-        UserError without a prefix cache, through which pages move."""
+        """`rollout` is that of all engines, but for slots, pages, chunks and steps of a call; see
+        `decoding`. Raises UserError without a prefix cache, through which pages move."""
         if not rollout.prefix_cache:
             raise UserError("prefix_cache=False: prefill and decode apart hand over its pages")
         self._prefill, self._decode = tuple(prefill), tuple(decode)
