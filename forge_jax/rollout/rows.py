@@ -1,6 +1,6 @@
 """Which row of a call a slot has: rows of one place of the mesh, then those of the next.
 
-Slots flow in, rows flow out, and back. Invariant: a place has as many rows as any other, and its
+Slots flow in, rows flow out. Invariant: a place has as many rows as any other, and its
 first slots in a decode call.
 """
 
@@ -25,12 +25,6 @@ def row_of(slot: int, rows: int, rollout: RolloutConfig) -> int:
         return slot
     place, seat = divmod(slot, rollout.place_slots)
     return place * (rows // rollout.dealt) + seat
-
-
-def slot_of(row: int, rows: int, rollout: RolloutConfig) -> int:
-    """The slot of a row, see `row_of`."""
-    place, seat = divmod(row, rows // rollout.dealt)
-    return place * rollout.place_slots + seat
 
 
 def rows_for(slots: Iterable[int], rollout: RolloutConfig) -> int:

@@ -14,11 +14,16 @@ from forge_jax.rollout import packets
 from forge_jax.rollout.jobs import Stay
 from forge_jax.rollout.packets import Sampled
 from forge_jax.rollout.plans import Decode, Plan, Prefill, Results
-from forge_jax.rollout.rows import slot_of
 from forge_jax.rollout.scheduler import Scheduler
 
 VOCAB = 50
 NOTHING = -1
+
+
+def slot_of(row: int, rows: int, rollout: RolloutConfig) -> int:
+    """The slot of a row, see `row_of`."""
+    place, seat = divmod(row, rows // rollout.dealt)
+    return place * rollout.place_slots + seat
 
 
 def drawn(seed: int, choice: int, position: int) -> int:

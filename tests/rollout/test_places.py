@@ -5,12 +5,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from checking_device import VOCAB
+from checking_device import VOCAB, slot_of
 from hosted import Host
 
 from forge_jax.config import RolloutConfig
 from forge_jax.rollout.packets import decode_shapes, prefill_shapes
-from forge_jax.rollout.rows import row_of, slot_of
+from forge_jax.rollout.rows import row_of
 
 TWO = RolloutConfig(slots=16, context=64, page=4, chunk=16, decode_steps=3, places=2)
 
