@@ -144,6 +144,7 @@ class Turn:
     # int[P + C, layers, k], the experts that the engine used, `NO_ROUTE` at tokens never fed.
     routes: np.ndarray | None = None  # None: not recorded
     support: Support | None = None  # of each output token, as in `Chunk`
+    malformed: int = 0  # tool calls begun in the output that its format does not read
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,9 @@ from forge_jax.drawing import Support
 from forge_jax.types import Episode, Finish, Outcome, Status, Task, Turn
 
 MAGIC = b"FJEP"
-VERSION = 3
-READABLE = (1, 2, VERSION)  # 1: before turns had routes, 2: before they had supports
+VERSION = 4
+# 1: before turns had routes, 2: supports, 3: malformed calls
+READABLE = (1, 2, 3, VERSION)
 _PREFIX = struct.Struct("<4sHQQ16s")  # magic, version, header bytes, body bytes, digest
 _ALIGN = 8
 

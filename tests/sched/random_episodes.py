@@ -24,6 +24,7 @@ def random_turn(rng: np.random.Generator, largest: int = 12) -> Turn:
         queue_seconds=0.1 + 0.2,
         routes=None if rng.random() < 0.5 else random_routes(rng, prompt + output),
         support=None if rng.random() < 0.5 else random_support(rng, output),
+        malformed=int(rng.integers(3)),
     )
 
 
