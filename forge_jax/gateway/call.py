@@ -33,8 +33,9 @@ class Call:
     arrived: float  # time.monotonic()
     hints: Mapping[str, str]  # what the client's own headers say of its session
     completions: tuple[Completion, ...] = ()
-    stored_bytes: int = 0  # of the request, where later calls may refer to it
+    stored_bytes: int = 0  # of the request and what it goes on from, if later calls may refer to it
     delivered: bool = False  # the client was sent all of it
+    aborted: bool = False  # it failed, or nobody received it
     task: "asyncio.Task[None] | None" = None  # cancelled to abort
 
     def begin(self, task: "asyncio.Task[None]") -> None:
@@ -54,6 +55,7 @@ class Call:
 
     def abort(self) -> None:
         """Keeps what was sampled as something nobody received."""
+        self.aborted = True
         for completion in self.completions:
             completion.abort(time.monotonic())
 

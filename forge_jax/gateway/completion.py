@@ -51,7 +51,12 @@ class Completion:
         self.pieces: list[str | ToolCall] = []  # of the reply, as they were told
 
     def take(self, chunk: Chunk, now: float) -> list[str | ToolCall]:
-        """Adds newly sampled tokens; gives the content and tool calls read from them."""
+        """Adds newly sampled tokens; gives the content and tool calls read from them.
+
+        What comes after `abort` is nobody's, and changes nothing.
+        """
+        if self.finish is Finish.ABORT:
+            return []
         if not self._chunks:
             self.queue_seconds = chunk.queue_seconds
             self.cached_tokens = chunk.cached_tokens

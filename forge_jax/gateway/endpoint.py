@@ -86,7 +86,7 @@ class Endpoint:
         session = session_of(core, scope, headers)
         ask = self._wire.parse(fields, session.stored)
         prompt = self._prompt(session, ask)
-        digest = request_digest(scope["path"], body)
+        digest = request_digest(scope["path"], fields)
         retried = headers.get("x-stainless-retry-count", "0") != "0"
         number, drawn = session.number(digest, retried)
         call = Call(
@@ -97,7 +97,7 @@ class Endpoint:
             prompt=prompt,
             arrived=arrived,
             hints=session_hints(headers),
-            stored_bytes=0 if ask.given is None else len(body),
+            stored_bytes=0 if ask.given is None else len(body) + ask.given.kept_bytes,
         )
         call.completions = self._completions(session, call, ask)
         return session, call, ask
@@ -180,8 +180,9 @@ class Endpoint:
             session.abort(call)
             current = asyncio.current_task()
             stops = current is not None and current.cancelling() > 0
-            closed = ApiError(410, "the session was closed")
-            await answer.fail(stream, ApiError(503, "the server stops") if stops else closed)
+            why = "the session was closed" if session.closed else "the request was sent again"
+            ended = ApiError(503, "the server stops") if stops else ApiError(410, why)
+            await answer.fail(stream, ended)
         except ClientGone:
             session.abort(call)
         except Exception:
@@ -245,7 +246,7 @@ class Answer:
         """The answer of the finished call, stored if later calls may refer to it."""
         answer, given = self._wire.answer(self._context), self._context.ask.given
         if given is not None and not self._session.closed:
-            self._session.stored.add(given, answer)
+            self._session.stored.add(given, answer, self._call.stored_bytes)
         return answer
 
     async def fail(self, stream: EventStream | None, error: ApiError) -> None:

@@ -68,13 +68,20 @@ class Gateway:
         )
         self.app = self._build()
 
-    def open(self, session: str, seed: int | None = None, temperature: float | None = None) -> None:
+    def open(
+        self,
+        session: str,
+        seed: int | None = None,
+        temperature: float | None = None,
+        ids: str | None = None,
+    ) -> None:
         """Declares a session and how its calls are drawn where they do not say.
 
         Call k gets a seed of its own from (`seed`, k), so a session that is played again
-        samples the same tokens. Raises ValueError if the session is already open.
+        samples the same tokens. What ids of calls are made of is `ids`, else the session's name:
+        a template may show them to the model. Raises ValueError if the session is already open.
         """
-        self._sessions.open(session, seed, temperature)
+        self._sessions.open(session, seed, temperature, ids)
 
     def close(self, session: str) -> tuple[Turn, ...]:
         """Ends a session, aborting calls still running; gives its turns and forgets it.

@@ -13,26 +13,27 @@ from typing import Any
 from forge_jax.gateway.chat_messages import ROLES, read_content
 from forge_jax.gateway.errors import ApiError
 from forge_jax.gateway.fields import text, wrong
-from forge_jax.gateway.messages import Message, ToolCall, compact
+from forge_jax.gateway.messages import Message, ToolCall, compact, encoded
 from forge_jax.gateway.response_tools import Name
 from forge_jax.gateway.stored import Item, StoredResponses
 
 ORIGIN = re.compile(r"(?:msg|fc|call)_([0-9a-f]{24})_[0-9_]+")  # of what a reply is told with
 
 
-def read_input(body: Mapping[str, Any], stored: StoredResponses) -> tuple[Item, ...]:
-    """The items of a body, each with a type, references resolved. Raises ApiError(400, 404)."""
+def read_input(body: Mapping[str, Any], stored: StoredResponses) -> tuple[tuple[Item, ...], int]:
+    """The items of a body, each with a type, references resolved, and how many bytes of them the
+    body only refers to. Raises ApiError(400, 404)."""
     value = body.get("input")
     if value is None:
-        return ()
+        return (), 0
     if isinstance(value, str):
-        return (_whole({"role": "user", "content": value}),)
+        return (_whole({"role": "user", "content": value}),), 0
     if not isinstance(value, list):
         raise wrong("input", value, "a text or a list of items")
     items = tuple(_resolved(item, f"input[{i}]", stored) for i, item in enumerate(value))
     if len({id(item) for item in items}) < len(items):  # each a few bytes, and a whole item read
         raise ApiError(400, "input refers to one item twice", param="input")
-    return items
+    return items, sum(len(encoded(item)) for item in items if stored.holds(item))
 
 
 def _resolved(item: Any, path: str, stored: StoredResponses) -> Item:

@@ -33,7 +33,8 @@ def parse(body: Mapping[str, Any], stored: StoredResponses) -> Ask:
         if body.get(name) is not None:
             raise ApiError(400, f"{name} is not supported here: send its items", param=name)
     offered = read_tools(body)
-    given = Given(items=read_input(body, stored), previous=_previous(body, stored))
+    items, referred = read_input(body, stored)
+    given = Given(items=items, previous=_previous(body, stored), referred_bytes=referred)
     common = common_fields({k: v for k, v in body.items() if k not in ELSEWHERE})
     top = integer(body, "top_logprobs", 0, 20) or 0
     return Ask(

@@ -6,8 +6,10 @@ last attempt counts as finished.
 """
 
 import hashlib
+import json
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from forge_jax.models.chat import Chat
 from forge_jax.types import Finish, Turn
 
 FAILURES_KEPT = 256  # failed attempts remembered while their retries may still come
+DELIVERY = ("stream", "stream_options")  # fields that say how an answer comes, not which
 
 
 class Session:
@@ -31,10 +34,12 @@ class Session:
         *,
         seed: int | None = None,
         temperature: float | None = None,
+        ids: str | None = None,
         declared: bool = False,
         anonymous: bool = False,
     ):
-        """`seed` and `temperature` are those of calls that bring none.
+        """`seed` and `temperature` are those of calls that bring none; ids of calls are made of
+        `ids`, else of the name.
 
         Nobody can ask for an `anonymous` session again.
         """
@@ -49,6 +54,7 @@ class Session:
         self.calls: dict[int, Call] = {}
         self.closed = False
         self._chat = chat
+        self._ids = name if ids is None else ids
         self._requests = 0
         self._draws = 0
         self._failed: dict[bytes, list[int]] = {}  # digest -> draws whose retry may come
@@ -59,16 +65,16 @@ class Session:
         """Number and draw of a call that arrives; `retried`: the client says it is a retry.
 
         A failed or aborted attempt at the same request makes this its retry. So does the
-        client's word, and then an attempt that finished is taken as never received.
+        client's word, and then the newest attempt, finished or running, is taken as never
+        received.
         """
         number = self._requests
         self._requests += 1
         draws = self._failed.get(digest)
         if draws is None and retried:
-            finished = [c for c in self.calls.values() if c.digest == digest and c.finished]
-            if finished:
-                finished[-1].delivered = False
-                self.abort(finished[-1])
+            attempts = [c for c in self.calls.values() if c.digest == digest and not c.aborted]
+            if attempts:
+                self._give_up(attempts[-1])
                 draws = self._failed[digest]
         if draws is None:
             draw = self._draws
@@ -84,8 +90,8 @@ class Session:
         return None if self.seed is None else stable_seed(self.seed, draw)
 
     def call_id(self, number: int) -> str:
-        """24 characters that no other call has."""
-        return hashlib.blake2b(f"{self.name}/{number}".encode(), digest_size=12).hexdigest()
+        """24 characters that no other call has, if no other session's ids are made of the same."""
+        return hashlib.blake2b(f"{self._ids}/{number}".encode(), digest_size=12).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
         """i32[n], ids of a piece of a prompt; the newest prompt's pieces are remembered."""
@@ -113,7 +119,7 @@ class Session:
 
     def abort(self, call: Call) -> None:
         """The call failed or nobody received it: what was sampled stays, as aborted."""
-        if self.closed or call.delivered:
+        if self.closed or call.delivered or call.aborted:
             return
         for completion in call.completions:
             self.replies.discard(completion)
@@ -122,6 +128,13 @@ class Session:
         self._failed.setdefault(call.digest, []).append(call.draw)
         while len(self._failed) > FAILURES_KEPT:
             del self._failed[next(iter(self._failed))]
+
+    def _give_up(self, call: Call) -> None:
+        """Nobody waits for the answer of `call` any more, whatever was sent of it."""
+        call.delivered = False
+        self.abort(call)
+        if call.task is not None:
+            call.task.cancel()
 
     def forget(self, call: Call) -> None:
         """Drops a call from the record."""
@@ -158,9 +171,11 @@ def stable_seed(*words: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def request_digest(path: str, body: bytes) -> bytes:
-    """Equal for two attempts at one request."""
-    return hashlib.blake2b(body, digest_size=16, person=path.encode()[-16:]).digest()
+def request_digest(path: str, body: Mapping[str, Any]) -> bytes:
+    """Equal for two attempts at one request, streamed or not."""
+    asked = {name: value for name, value in body.items() if name not in DELIVERY}
+    text = json.dumps(asked, sort_keys=True).encode()
+    return hashlib.blake2b(text, digest_size=16, person=path.encode()[-16:]).digest()
 
 
 def session_hints(headers: Mapping[str, str]) -> dict[str, str]:

@@ -29,7 +29,7 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._table)
 
-    def open(self, name: str, seed: int | None, temperature: float | None) -> None:
+    def open(self, name: str, seed: int | None, temperature: float | None, ids: str | None) -> None:
         """Declares a session. Raises ValueError if one of that name is declared already.
 
         An undeclared session of that name ends: it is somebody else's.
@@ -40,7 +40,7 @@ class Sessions:
                 raise ValueError(f"session={name!r} is already open")
             known.close()
         self._table[name] = Session(
-            name, self._chat, seed=seed, temperature=temperature, declared=True
+            name, self._chat, seed=seed, temperature=temperature, ids=ids, declared=True
         )
 
     def close(self, name: str) -> tuple[Turn, ...]:

@@ -2,11 +2,11 @@
 
 What a call was given and what it answered flow in; whole responses and single items flow
 out. What a call holds is dropped with the call, but a response that goes on from it keeps
-the talk before it alive.
+the talk before it alive, and counts for all of it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Item = Mapping[str, Any]
@@ -19,6 +19,12 @@ class Given:
 
     items: tuple[Item, ...]  # of this request, references resolved
     previous: "Stored | None"  # the response that it goes on from
+    referred_bytes: int = 0  # of those items that the request has by reference only
+
+    @property
+    def kept_bytes(self) -> int:
+        """What this keeps alive beside the request itself."""
+        return self.referred_bytes + (0 if self.previous is None else self.previous.bytes)
 
     def before(self) -> list[Item]:
         """All items before this request's own, the oldest first."""
@@ -36,6 +42,7 @@ class Stored:
 
     answer: Mapping[str, Any]  # the response object
     given: Given
+    bytes: int  # of its request and of all that it goes on from
 
 
 class StoredResponses:
@@ -45,14 +52,15 @@ class StoredResponses:
         self._responses: dict[str, Stored] = {}
         self._items: dict[str, dict[str, Item]] = {}  # item id -> response id -> item
 
-    def add(self, given: Given, answer: Mapping[str, Any]) -> None:
-        """Keeps an answered response; its items without an id get one."""
+    def add(self, given: Given, answer: Mapping[str, Any], request_bytes: int) -> None:
+        """Keeps an answered response; its items without an id get one. `request_bytes` are those
+        of its request and of all that this goes on from."""
         name = answer["id"]
         items = tuple(
             _named(item, f"{response_key(name)}_i{i}") for i, item in enumerate(given.items)
         )
-        given = Given(items=items, previous=given.previous)
-        self._responses[name] = Stored(answer=answer, given=given)
+        given = replace(given, items=items)
+        self._responses[name] = Stored(answer=answer, given=given, bytes=request_bytes)
         for item in (*items, *answer["output"]):
             self._items.setdefault(item["id"], {})[name] = item
 
@@ -76,6 +84,11 @@ class StoredResponses:
         """The item of that id, as the newest response has it."""
         holders = self._items.get(name)
         return None if holders is None else next(reversed(holders.values()))
+
+    def holds(self, item: Item) -> bool:
+        """True for an item that came from here, not from a request."""
+        name = item.get("id")
+        return isinstance(name, str) and self.item(name) is item
 
 
 def response_id(call_id: str) -> str:

@@ -1,13 +1,20 @@
 """Calls that come again: a retry is one sample, drawn as the first attempt would have been."""
 
 import asyncio
+import random
 
 import httpx
+import numpy as np
 import pytest
-from fake_engine import chat_of, run, served, slow, text_engine, until
+from fake_engine import FakeEngine, Served, chat_of, run, served, slow, text_engine, until
 
-from forge_jax.gateway.session import stable_seed
-from forge_jax.types import Finish
+from forge_jax.gateway.call import Call
+from forge_jax.gateway.completion import Completion
+from forge_jax.gateway.history import Prompt
+from forge_jax.gateway.session import Session, stable_seed
+from forge_jax.gateway.tools import PlainText
+from forge_jax.models.tokenizer import ByteTokenizer
+from forge_jax.types import Chunk, Finish, Request, Sampling
 
 USER = [{"role": "user", "content": "hi"}]
 BODY = {"messages": USER}
@@ -80,3 +87,128 @@ def test_retries_of_the_official_client_are_one_sample() -> None:
             assert len({r.sampling.seed for r in engine.requests}) == 1
 
     run(test)
+
+
+async def cut_stream(up: Served, engine: FakeEngine, body: dict, **headers: str) -> None:
+    """A client that goes away after the first events of a stream."""
+    async with httpx.AsyncClient(base_url=up.url) as client:
+        asked = client.stream("POST", f"/s/s{PATH}", json=body | {"stream": True}, headers=headers)
+        async with asked as answer:
+            await anext(answer.aiter_raw())
+    await until(lambda: engine.running == 0)
+
+
+def test_a_cut_stream_asked_again_whole_is_one_sample() -> None:
+    """As Claude Code does; Codex and OpenCode send the same body again, without any mark."""
+
+    async def test() -> None:
+        engine = slow(pause=0.02)
+        async with served(engine, chat_of("chatml")) as up:
+            up.gateway.open("s", seed=3)
+            options = {"stream_options": {"include_usage": True}}
+            await cut_stream(up, engine, BODY | options)
+            await cut_stream(up, engine, BODY | options)
+            engine.pause = 0.0
+            assert (await up.post(f"/s/s{PATH}", BODY | {"stream": False})).status_code == 200
+            turns = up.gateway.close("s")
+            assert [t.finish for t in turns] == [Finish.ABORT, Finish.ABORT, Finish.STOP]
+            assert {r.sampling.seed for r in engine.requests} == {stable_seed(3, 0)}
+
+    run(test)
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+def test_a_marked_retry_ends_the_attempt_that_still_runs(choices: int) -> None:
+    """The gateway may hear of the retry before it hears that the first connection is gone."""
+
+    async def test() -> None:
+        engine = slow(pause=0.02)
+        body = BODY | {"n": choices}
+        async with served(engine, chat_of("chatml")) as up:
+            up.gateway.open("s", seed=3)
+            first = asyncio.create_task(up.post(f"/s/s{PATH}", body))
+            await until(lambda: engine.running == choices)
+            engine.pause = 0.0
+            again = await up.post(f"/s/s{PATH}", body, **{"x-stainless-retry-count": "1"})
+            assert again.status_code == 200
+            assert (await first).status_code == 410
+            later = await up.post(f"/s/s{PATH}", body)  # on purpose, and drawn on its own
+            assert later.status_code == 200
+            turns = up.gateway.close("s")
+            assert [t.finish for t in turns] == choices * [Finish.ABORT] + 2 * choices * [
+                Finish.STOP
+            ]
+            seeds = [r.sampling.seed for r in engine.requests[::choices]]
+            assert seeds == [stable_seed(3, k) for k in (0, 0, 1)]
+
+    run(test)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_fails_each_draw_is_one_sample_at_most(seed: int) -> None:
+    """Over random orders of attempts that finish, fail, break off or are asked again."""
+    rng = random.Random(seed)
+    session = Session("s", chat_of("chatml"))
+    running: list[Call] = []
+    intended = 0  # requests of which an answer was received and kept
+    for _ in range(200):
+        if running and rng.random() < 0.5:
+            call = running.pop(rng.randrange(len(running)))
+            fate = rng.choice(["delivered", "gone", "refused", "cut at the end"])
+            if fate == "delivered" and not call.aborted:
+                finish(session, call)
+                call.delivered = True
+                intended += 1
+            elif fate == "refused":
+                session.refuse(call)
+            else:
+                if fate == "cut at the end":
+                    finish(session, call)
+                session.abort(call)
+                session.abort(call)  # a failure may be noticed twice
+        else:
+            digest, retried = bytes([rng.randrange(3)]), rng.random() < 0.2
+            live = [c for c in session.calls.values() if c.digest == digest and not c.aborted]
+            failed = digest in session._failed
+            number, drawn = session.number(digest, retried)
+            if retried and live and not failed:
+                assert live[-1].aborted
+                assert drawn == live[-1].draw
+                intended -= live[-1].completions[0].started
+            call = call_of(session, number, drawn, digest)
+            session.begin(call)
+            running.append(call)
+    kept = [call.draw for call in session.calls.values() if not call.aborted]
+    assert len(kept) == len(set(kept))
+    turns = session.turns()
+    assert sum(turn.finish is not Finish.ABORT for _, turn in turns) == intended
+    assert {c.draw for c, turn in turns if turn.finish is not Finish.ABORT} <= set(kept)
+
+
+def call_of(session: Session, number: int, drawn: int, digest: bytes) -> Call:
+    prompt = Prompt(ids=np.array([number], np.int32), text="")
+    completion = Completion(
+        place=(number, 0),
+        name=str(number),
+        request=Request(prompt=prompt.ids, sampling=Sampling()),
+        parent=None,
+        tokenizer=ByteTokenizer(),
+        parser=PlainText(),
+    )
+    return Call(
+        number=number,
+        draw=drawn,
+        id=session.call_id(number),
+        digest=digest,
+        prompt=prompt,
+        arrived=0.0,
+        hints={},
+        completions=(completion,),
+    )
+
+
+def finish(session: Session, call: Call) -> None:
+    ids = np.array([65], np.int32)
+    chunk = Chunk(ids=ids, logprobs=ids * np.float32(0), versions=ids, finish=Finish.STOP)
+    call.completions[0].take(chunk, 0.0)
+    session.learn(call.completions[0])

@@ -8,7 +8,7 @@ import openai
 import pytest
 from fake_engine import ADMIN, FakeEngine, chat_of, run, served, slow, text_engine, until
 
-from forge_jax.gateway.session import stable_seed
+from forge_jax.gateway.session import Session, stable_seed
 from forge_jax.types import Chunk, Finish, Request
 
 USER = [{"role": "user", "content": "hi"}]
@@ -86,6 +86,14 @@ def test_a_session_draws_the_same_again() -> None:
             assert [r.sampling.temperature for r in engine.requests[-2:]] == [1.0, 0]
 
     run(test)
+
+
+def test_ids_of_calls_are_made_of_what_a_session_is_opened_with() -> None:
+    chat = chat_of("chatml")
+    one, other = (Session(name, chat, ids="train-0-0") for name in "ab")
+    assert one.call_id(3) == other.call_id(3)
+    plain = [Session(name, chat).call_id(3) for name in "ab"]
+    assert len({one.call_id(3), one.call_id(4), *plain}) == 4
 
 
 def test_opening_and_closing() -> None:

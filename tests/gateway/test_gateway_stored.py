@@ -4,6 +4,8 @@ import pytest
 from fake_engine import FakeEngine, Served, chat_of, run, served, slow, text_engine, until
 from openai import BadRequestError, NotFoundError
 
+from forge_jax.gateway.messages import encoded
+from forge_jax.gateway.session import Session
 from forge_jax.types import Refused
 
 PATH = "/v1/responses"
@@ -119,6 +121,45 @@ def test_the_oldest_are_forgotten_with_their_calls() -> None:
             # What never becomes a token counts too.
             await create(model="m", input="x", metadata={"long": "x" * 9000})
             assert (await up.http.get(f"/s/s{PATH}/{names[-1]}")).status_code == 404
+
+    run(test)
+
+
+def held(session: Session) -> int:
+    """Bytes of all items that live responses of a session reach, each once."""
+    reached = {}
+    for stored in session.stored._responses.values():
+        for item in (*stored.given.before(), *stored.given.items, *stored.answer["output"]):
+            reached[id(item)] = item
+    return sum(len(encoded(item)) for item in reached.values())
+
+
+@pytest.mark.parametrize("way", ["previous_response_id", "item_reference"])
+def test_what_a_response_keeps_alive_counts_for_it(way: str) -> None:
+    """Though its own body is a few bytes long, and the calls before it are forgotten."""
+
+    async def test() -> None:
+        chat, keep, most = chat_of("chatml"), 12000, 0
+        silent = {"type": "reasoning", "summary": [], "encrypted_content": "x" * 3000}
+        async with served(text_engine(chat, "ok"), chat, keep_tokens=keep) as up:
+            fields: dict = {}
+            for k in range(60):
+                ask = {"role": "user", "content": f"{k}"}  # else nothing of it becomes a token
+                said = [*fields.pop("refs", []), silent, ask]
+                answer = await up.of("s").responses.create(model="m", input=said, **fields)
+                session = up.gateway._sessions.get("s")
+                if session is None:  # the talk has outgrown the bound, and is forgotten whole
+                    fields = {}
+                    continue
+                most = max(most, held(session))
+                assert held(session) <= 4 * keep
+                if way == "previous_response_id":
+                    fields = {"previous_response_id": answer.id}
+                else:
+                    listed = await up.of("s").responses.input_items.list(answer.id, order="asc")
+                    names = [item.id async for item in listed] + [answer.output[0].id]
+                    fields = {"refs": [{"type": "item_reference", "id": n} for n in names]}
+            assert most > 2 * keep
 
     run(test)
 
