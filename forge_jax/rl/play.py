@@ -1,11 +1,12 @@
 """One agent run becomes one `Episode`, whatever the agent does.
 
 A task goes in, its outcome and the token-exact calls come out. A session of the gateway is
-open exactly as long as its episode.
+open exactly as long as its episode, and no episode can guess the session of another.
 """
 
 import asyncio
 import dataclasses
+import secrets
 import time
 from dataclasses import dataclass
 
@@ -39,9 +40,12 @@ class Player:
 
     async def episode(self, item: int, replica: int, task: Task) -> Episode:
         """One episode. Its tokens depend on (seed, item, replica), not on what runs beside it."""
-        session = f"{self.purpose}-{item}-{replica}"
+        name = f"{self.purpose}-{item}-{replica}"
+        # Who knows a session's name may read in it; what the model reads depends on `ids` alone.
+        session = f"{name}-{secrets.token_urlsafe(16)}"
         self.gateway.open(
             session,
+            ids=name,
             seed=session_seed(self.seed, self.purpose, item, replica),
             temperature=self.temperature,
         )
