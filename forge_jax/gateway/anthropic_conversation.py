@@ -17,10 +17,15 @@ ROLES = {"system": "system", "developer": "system", "assistant": "assistant"}
 # A line that Claude Code writes for Anthropic's servers alone: no model is to read it, and a
 # part of it is another in each request, so that no prompt would begin with the one before.
 NOT_FOR_MODELS = "x-anthropic-billing-header:"
+# The code by which clients know that they have to send history and tools with every request.
+NO_THREADS = "thread_unsupported_request"
 
 
 def read_conversation(body: Mapping[str, Any]) -> Conversation:
     """System, messages, tools and template switches of a body. Raises ApiError(400)."""
+    if body.get("thread") is not None:
+        why = "thread: no conversation is kept here, so that a request has to bring all of it"
+        raise ApiError(400, why, param="thread", code=NO_THREADS)
     said = sequence(body, "messages")
     if not said:
         raise ApiError(400, "messages must hold at least one message", param="messages")

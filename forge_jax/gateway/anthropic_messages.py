@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from forge_jax.drawing import Grammar
-from forge_jax.gateway.anthropic_conversation import read_conversation
+from forge_jax.gateway.anthropic_conversation import NO_THREADS, read_conversation
 from forge_jax.gateway.ask import MOST_STOPS, MOST_TOKENS, Ask, common_fields
 from forge_jax.gateway.call import Call
 from forge_jax.gateway.completion import Completion
@@ -146,9 +146,12 @@ def error_body(error: ApiError) -> Mapping[str, Any]:
     message = str(error)
     if error.code == "context_length_exceeded":
         message = f"prompt is too long: {message}"  # the words by which clients know it
+    told: dict[str, Any] = {"type": ERROR_TYPES.get(error.status, kind), "message": message}
+    if error.code == NO_THREADS:
+        told["details"] = {"error_code": NO_THREADS, "unsupported": ["thread"]}
     return {
         "type": "error",
-        "error": {"type": ERROR_TYPES.get(error.status, kind), "message": message},
+        "error": told,
         "request_id": f"req_{secrets.token_hex(12)}",
     }
 

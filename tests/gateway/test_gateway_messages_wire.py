@@ -12,7 +12,7 @@ from anthropic import AsyncAnthropic
 from fake_engine import FakeEngine, chat_of, run, served, text_engine
 from test_gateway_errors import spoil
 
-from forge_jax.gateway.anthropic_conversation import read_conversation
+from forge_jax.gateway.anthropic_conversation import NO_THREADS, read_conversation
 from forge_jax.types import Refused
 
 PATH = "/v1/messages"
@@ -135,6 +135,19 @@ def test_a_wrong_field_is_named() -> None:
                 assert answer.status_code == 400
                 assert error["message"].startswith(field)
                 assert error["type"] == "invalid_request_error"
+
+    run(test)
+
+
+def test_a_thread_is_refused_so_that_clients_send_the_whole_talk() -> None:
+    async def test() -> None:
+        chat = chat_of("chatml")
+        async with served(text_engine(chat, "x"), chat) as up:
+            for path in (PATH, f"{PATH}/count_tokens"):
+                answer = await up.post(path, {"messages": USER, "thread": {"type": "create"}})
+                details = answer.json()["error"]["details"]
+                assert (answer.status_code, details["error_code"]) == (400, NO_THREADS)
+            assert (await up.post(PATH, {"messages": USER, "thread": None})).status_code == 200
 
     run(test)
 
