@@ -3,19 +3,34 @@
 Advantages are computed per *episode*, never per sample: every call of episode i
 carries R_i minus the mean reward of its siblings (leave-one-out, so the baseline
 does not depend on episode i and adds no bias; RLOO, arXiv 2402.14740). Episodes that
-are not valid leave both loss and baseline.
+are not valid leave both loss and baseline. Invariant: of any group, tokens sampled =
+tokens trained + tokens left out, each of these for one reason.
 """
 
 import dataclasses
+import enum
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
 from forge_jax.drawing import LOST, joined, nothing_of
-from forge_jax.types import Episode, Finish, Sample, Turn
+from forge_jax.types import Episode, Finish, Outcome, Sample, Status, Turn
 
 # Rewards of a group closer than this are equal: the group says nothing.
 EQUAL = 1e-6
+
+
+class LeftOut(enum.StrEnum):
+    """Why sampled tokens are not trained on; of several reasons the first counts."""
+
+    ABANDONED = "abandoned"  # nobody received the answer of their call
+    ENVIRONMENT_FAILED = Status.ENVIRONMENT_FAILED.value
+    AGENT_FAILED = Status.AGENT_FAILED.value
+    TIMED_OUT = Status.TIMED_OUT.value
+    GREEDY = "greedy"  # drawn at temperature 0: there is no log-prob to learn from
+    CONSTANT_GROUP = "constant_group"  # its rewards are equal, or less than two count
+    SUPPORT = "unreproducible_support"  # what they were drawn from cannot be made again
 
 
 def leave_one_out(rewards: np.ndarray, valid: np.ndarray) -> np.ndarray | None:
@@ -36,23 +51,51 @@ def trainable(turn: Turn) -> bool:
     return turn.finish is not Finish.ABORT and turn.temperature > 0 and len(turn.output) > 0
 
 
+def left_out(group: Sequence[Episode]) -> dict[LeftOut, int]:
+    """How many sampled tokens of a group `group_samples` does not train, by every reason."""
+    constant = _advantages(group) is None
+    counts: Counter[LeftOut] = Counter()
+    for episode in group:
+        for turn in episode.turns:
+            why = _why(turn, episode.outcome, constant)
+            if why is not None:
+                counts[why] += len(turn.output)
+            elif turn.support is not None:
+                counts[LeftOut.SUPPORT] += int(np.count_nonzero(turn.support.kind == LOST))
+    return {reason: counts[reason] for reason in LeftOut}
+
+
+def _why(turn: Turn, outcome: Outcome, constant: bool) -> LeftOut | None:
+    """Why nothing of a call is trained; None if all is that can be."""
+    if turn.finish is Finish.ABORT:
+        return LeftOut.ABANDONED
+    if not outcome.valid:
+        return LeftOut(outcome.status.value)
+    if not trainable(turn):
+        return LeftOut.GREEDY
+    return LeftOut.CONSTANT_GROUP if constant else None
+
+
+def _advantages(group: Sequence[Episode]) -> np.ndarray | None:
+    rewards = np.array([episode.outcome.reward for episode in group], np.float64)
+    valid = np.array([episode.outcome.valid for episode in group], bool)
+    return leave_one_out(rewards, valid)
+
+
 def group_samples(group: Sequence[Episode]) -> list[tuple[Sample, Turn]]:
     """Every trainable call of a group as a sample, with the turn it came from.
 
     A group without signal has none: it adds nothing to the loss and its tokens
     leave the denominator.
     """
-    rewards = np.array([episode.outcome.reward for episode in group], np.float64)
-    valid = np.array([episode.outcome.valid for episode in group])
-    advantages = leave_one_out(rewards, valid)
+    advantages = _advantages(group)
     if advantages is None:
         return []
     return [
         (turn_sample(turn, advantage), turn)
         for episode, advantage in zip(group, advantages, strict=True)
-        if episode.outcome.valid
         for turn in continued(episode.turns)
-        if trainable(turn)
+        if _why(turn, episode.outcome, constant=False) is None
     ]
 
 

@@ -98,7 +98,7 @@ async def reinforce(
                 device, merge, tuned(base, state.params), step_cfg.lora
             )
             await engine.swap(step, weights)
-            row = {"step": step} | episode_row(taken) | batch_row(batch.samples, batch.trees)
+            row = {"step": step} | episode_row(taken) | batch_row(taken, batch.samples, batch.trees)
             row |= drafts_row(before, engine.stats())
             row |= trained | {"seconds_collect": collected - began}
             row["seconds_update"] = time.monotonic() - collected

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from forge_jax.drawing import LOST
 from forge_jax.rl.collect import Taken
+from forge_jax.rl.credit import LeftOut, left_out
 from forge_jax.sched.split import forest_of
 from forge_jax.types import MicroBatch, Sample
 
@@ -76,8 +76,16 @@ def episode_row(taken: Sequence[Taken]) -> dict[str, Any]:
     }
 
 
-def batch_row(samples: Sequence[Sample], batches: Sequence[MicroBatch]) -> dict[str, Any]:
-    """What was trained: token counts of the merged batch."""
+def batch_row(
+    taken: Sequence[Taken], samples: Sequence[Sample], batches: Sequence[MicroBatch]
+) -> dict[str, Any]:
+    """What was trained: token counts of the merged batch, and of what was left out of it.
+
+    `tokens_sampled` of the consumed items = `tokens_trained` + all ``tokens_left_out_*``.
+    """
+    left: Counter[LeftOut] = Counter()
+    for item in taken:
+        left.update(left_out(item.episodes))
     total = sum(len(s.tokens) for s in samples)
     trees = [forest_of(part) for part in batches]
     unique = sum(tree.n_tokens for tree in trees)
@@ -86,9 +94,9 @@ def batch_row(samples: Sequence[Sample], batches: Sequence[MicroBatch]) -> dict[
         "tokens_total": total,
         "tokens_unique": unique,
         "tokens_trained": sum(tree.n_occurrences for tree in trees),
-        "tokens_lost": sum(lost(s) for s in samples),
         "tree_token_ratio": total / unique if unique else None,
         "micro_batches": len(batches),
+        **{f"tokens_left_out_{why}": left[why] for why in LeftOut},
     }
 
 
@@ -112,11 +120,6 @@ def drafts_row(before: Mapping[str, float], now: Mapping[str, float]) -> dict[st
     if gained["decode_seconds"]:
         row["speculation_speedup"] = gained["decode_seconds_undrafted"] / gained["decode_seconds"]
     return row
-
-
-def lost(sample: Sample) -> int:
-    """Tokens that are not trained because what they were drawn from cannot be made again."""
-    return 0 if sample.support is None else int(np.count_nonzero(sample.support.kind == LOST))
 
 
 def mean(values: Sequence[float]) -> float | None:

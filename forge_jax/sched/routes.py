@@ -4,6 +4,7 @@ Samples go in; their routes one after another, and a key for each token's, come 
 routes have equal keys, different ones do not, but for a chance of about 2 ** -60.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,7 +35,7 @@ def digests(rows: np.ndarray) -> np.ndarray:
     The sum of the elements, each times an odd number of its own, modulo 2 ** 64 (Carter and
     Wegman's universal hashing, 1979): rows that differ in one element never share a key.
     """
-    flat = rows.reshape(len(rows), -1)
+    flat = rows.reshape(len(rows), math.prod(rows.shape[1:]))
     factors = np.random.default_rng(0).integers(0, 2**63, flat.shape[1], np.uint64) * 2 + 1
     total = np.zeros(len(rows), np.uint64)
     for column, factor in zip(flat.T, factors.astype(np.uint64), strict=True):

@@ -48,7 +48,7 @@ def test_nothing_valid_has_no_rates() -> None:
 
 
 def test_totals_are_sums_of_rows() -> None:
-    row = episode_row(TAKEN) | batch_row([], [])
+    row = episode_row(TAKEN) | batch_row([], [], [])
     totals = Totals(eval_before=0.25).add(row).add(row)
     assert (totals.episodes, totals.items, totals.tokens_sampled) == (6, 6, 20)
     assert (totals.lag_sum, totals.lag_max) == (14, 5)
