@@ -10,6 +10,7 @@ from forge_jax.parts import HostsConfig as HostsConfig
 from forge_jax.parts import LoraConfig as LoraConfig
 from forge_jax.parts import MoeConfig as MoeConfig
 from forge_jax.parts import MtpConfig as MtpConfig
+from forge_jax.programs import ProgramConfig as ProgramConfig
 from forge_jax.rolling import DTYPES as DTYPES
 from forge_jax.rolling import UPDATES as UPDATES
 from forge_jax.rolling import RolloutConfig as RolloutConfig
@@ -176,6 +177,7 @@ class TrainConfig:
     checkpoints_kept: int = 2  # the newest ones
     audit_versions: int = 4  # past weights kept to check the sampler's log-probs against
     resume: str | None = None  # folder of the run to continue
+    agent: ProgramConfig | None = None  # that is trained; null: the task family's own
     warm: WarmConfig = field(default_factory=WarmConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

@@ -12,7 +12,8 @@ MAY_IMPORT = {
     "loading": set(),
     "parts": {"loading"},
     "rolling": {"loading"},
-    "config": {"loading", "parts", "rolling"},
+    "programs": {"loading"},
+    "config": {"loading", "parts", "rolling", "programs"},
     "trees": set(),
     "sharding": {"config", "trees"},
     "collectives": set(),
@@ -22,7 +23,7 @@ MAY_IMPORT = {
         "types", "drawing", "config", "trees", "sharding", "collectives", "models", "attention",
     },
     "gateway": {"types", "drawing", "config", "models.chat", "models.tokenizer"},
-    "agents": {"types", "config"},
+    "agents": {"types", "config", "programs"},
     "sched": {"types", "drawing", "config"},
     "rl": {
         "types", "drawing", "config", "trees", "sharding", "collectives", "attention", "models",
@@ -30,7 +31,8 @@ MAY_IMPORT = {
     },
 }  # fmt: skip
 JAX_FREE = {
-    "drawing", "types", "loading", "parts", "rolling", "config", "gateway", "agents", "sched",
+    "drawing", "types", "loading", "parts", "rolling", "programs", "config", "gateway", "agents",
+    "sched",
 }  # fmt: skip
 
 
