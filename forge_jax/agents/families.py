@@ -1,14 +1,17 @@
 """The task families by name."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
 
-from forge_jax.agents.protocol import Agent, ScriptedCall
-from forge_jax.agents.tasks import hop, notes
+from forge_jax.agents.black_box import black_box
+from forge_jax.agents.protocol import Agent, ScriptedCall, Workspace
+from forge_jax.agents.tasks import hop, hop_files, notes
 from forge_jax.config import UserError
+from forge_jax.programs import ProgramConfig
+from forge_jax.types import Task
 
 
 class Family(Protocol):
@@ -36,6 +39,22 @@ def family_of(name: str) -> Family:
     return FAMILIES[name]
 
 
-def agent_of(name: str) -> Agent:
-    """An agent for tasks of the family called `name`. Raises UserError as `family_of`."""
-    return family_of(name).agent()
+# Of the families whose worlds a program can work in; the others are what a white-box agent does.
+WORKSPACES: Mapping[str, Callable[[Task], Workspace]] = MappingProxyType(
+    {"hop": hop_files.workspace_of}
+)
+
+
+def agent_of(name: str, program: ProgramConfig | None = None) -> Agent:
+    """An agent for tasks of the family called `name`: its own, or a program.
+
+    Raises UserError as `family_of`, where no program can work at its tasks, or where this one
+    cannot run here.
+    """
+    family = family_of(name)
+    if program is None:
+        return family.agent()
+    if name not in WORKSPACES:
+        known = ", ".join(WORKSPACES)
+        raise UserError(f"task={name!r} has no workspace for a program; agent goes with: {known}")
+    return black_box(program, WORKSPACES[name])

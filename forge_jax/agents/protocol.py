@@ -6,6 +6,7 @@ calls over HTTP: an agent sees messages and tools, never tokens, engines or trai
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from openai import AsyncOpenAI
@@ -70,6 +71,30 @@ class WindowedEnvironment(Protocol):
 
     async def score(self, answer: str) -> float:
         """The reward of the model's answer."""
+        ...
+
+
+class FolderReader(Protocol):
+    """The folder that a program worked in, after it ended; nothing outside can be read."""
+
+    def read(self, path: str) -> bytes:
+        """The content of a regular file. Raises OSError where there is none within the folder,
+        or it is larger than a verifier reads."""
+        ...
+
+
+class Workspace(Protocol):
+    """The world of one task for an agent that is a program: a folder, and a text to start from."""
+
+    @property
+    def prompt(self) -> str: ...
+
+    def setup(self, folder: Path) -> None:
+        """Fills the empty folder that the program will work in."""
+        ...
+
+    def score(self, folder: FolderReader, stdout: str) -> float:
+        """The reward of what the program left behind and last printed; runs outside its sandbox."""
         ...
 
 

@@ -14,7 +14,7 @@ from forge_jax.agents.faults import EnvironmentFault
 from forge_jax.agents.protocol import Agent
 from forge_jax.types import Outcome, Status, Task
 
-GRACE_SECONDS = 1.0  # for an agent to clean up after it was cancelled
+GRACE_SECONDS = 5.0  # for an agent to clean up after it was cancelled; programs need some
 
 
 async def run_episode(
