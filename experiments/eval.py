@@ -1,6 +1,7 @@
 """Plays held-out episodes of a task and says how many the policy solves.
 
     python -m experiments.eval model=NAME_OR_DIR_OR_RUN_DIR task=hop [episodes=256] [seed=0]
+    python -m experiments.eval model=... task=hop agent=mini-swe-agent  # of configs/agent/
     python -m experiments.eval model=NAME_AT_URL url=http://127.0.0.1:8000/v1 task=hop
 
 Without `url` the model is served here, through engine and gateway, as in training.
@@ -17,8 +18,17 @@ from rich.console import Console
 
 from experiments.command import command
 from experiments.models import resolve
-from forge_jax.agents.families import family_of
-from forge_jax.config import EvalConfig, MeshConfig, RolloutConfig, UserError, check, load
+from forge_jax.agents.families import agent_of
+from forge_jax.agents.protocol import Agent
+from forge_jax.config import (
+    EvalConfig,
+    MeshConfig,
+    ProgramConfig,
+    RolloutConfig,
+    UserError,
+    check,
+    load,
+)
 from forge_jax.rl.evaluate import Evaluation, NothingPlayed, evaluate, held_out
 from forge_jax.rl.play import Player, remote_episode
 from forge_jax.rl.report import progress
@@ -38,6 +48,7 @@ class Config:
     temperature: float = 1.0
     concurrency: int = 64
     episode_seconds: float = 60.0
+    agent: ProgramConfig | None = None  # null: the task family's own
     url: str | None = None  # OpenAI-compatible endpoint, ending in /v1
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)  # that a model served here runs on
@@ -65,9 +76,9 @@ class Config:
 @command("eval", plain=("model", "task"))
 def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
     cfg = load(Config, mapping)
-    family_of(cfg.task)
+    agent = agent_of(cfg.task, cfg.agent)
     try:
-        found = asyncio.run(at_url(cfg) if cfg.url else here(cfg))
+        found = asyncio.run(at_url(cfg, agent) if cfg.url else here(cfg, agent))
     except NothingPlayed as error:
         if cfg.url is None:
             raise
@@ -75,12 +86,13 @@ def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
     return {"task": cfg.task, **dataclasses.asdict(found)}
 
 
-async def here(cfg: Config) -> Evaluation:
+async def here(cfg: Config, agent: Agent) -> Evaluation:
     """The model served by this process."""
     model = resolve(cfg.model, cfg.seed, mesh=mesh_from(cfg.mesh))
     with ThreadPoolExecutor(1, "device") as device:
         async with serving(model, model.params, 0, cfg.rollout, device) as up:
             player = Player(
+                agent=agent,
                 gateway=up.gateway,
                 url=up.url,
                 client=up.client,
@@ -93,13 +105,13 @@ async def here(cfg: Config) -> Evaluation:
             return await shown(cfg, lambda number, task: player.episode(number, 0, task))
 
 
-async def at_url(cfg: Config) -> Evaluation:
+async def at_url(cfg: Config, agent: Agent) -> Evaluation:
     """A model served elsewhere."""
     assert cfg.url is not None
     async with shared_client(cfg.url.removesuffix("/").removesuffix("/v1")) as client:
 
         async def play(number: int, task: Task) -> Episode:
-            return await remote_episode(client, cfg.model, number, task, cfg.episode_seconds)
+            return await remote_episode(agent, client, cfg.model, number, task, cfg.episode_seconds)
 
         return await shown(cfg, play)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from openai import AsyncOpenAI
 
-from forge_jax.agents.families import agent_of
+from forge_jax.agents.protocol import Agent
 from forge_jax.agents.runner import run_episode
 from forge_jax.gateway.gateway import Gateway
 from forge_jax.types import Episode, Task
@@ -23,6 +23,7 @@ from forge_jax.types import Episode, Task
 class Player:
     """Plays tasks; every episode is a session of its own with its own seed."""
 
+    agent: Agent
     gateway: Gateway
     url: str  # root of the gateway
     client: AsyncOpenAI  # shared by all agents
@@ -51,9 +52,7 @@ class Player:
         )
         try:
             client = self.client.with_options(base_url=f"{self.url}/s/{session}/v1")
-            outcome = await run_episode(
-                agent_of(task.family), task, client, self.model, self.seconds
-            )
+            outcome = await run_episode(self.agent, task, client, self.model, self.seconds)
         finally:
             turns = self.gateway.close(session)
         return Episode(item=item, replica=replica, task=task, outcome=outcome, turns=turns)
@@ -66,14 +65,14 @@ def session_seed(seed: int, purpose: str, item: int, replica: int) -> int:
 
 
 async def remote_episode(
-    client: AsyncOpenAI, model: str, number: int, task: Task, seconds: float
+    agent: Agent, client: AsyncOpenAI, model: str, number: int, task: Task, seconds: float
 ) -> Episode:
     """One episode against a server that is not ours: its outcome, without token-exact turns.
 
     The metrics of the outcome have the wall time of the episode as "seconds".
     """
     began = time.perf_counter()
-    outcome = await run_episode(agent_of(task.family), task, client, model, seconds)
+    outcome = await run_episode(agent, task, client, model, seconds)
     took = {**outcome.metrics, "seconds": time.perf_counter() - began}
     timed = dataclasses.replace(outcome, metrics=took)
     return Episode(item=number, replica=0, task=task, outcome=timed, turns=())

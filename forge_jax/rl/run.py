@@ -18,6 +18,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from forge_jax.agents.families import agent_of
+from forge_jax.agents.protocol import Agent
 from forge_jax.agents.sources import TaskSource
 from forge_jax.config import RolloutConfig, TrainConfig, UserError
 from forge_jax.models.hf_lora import export_adapter
@@ -46,6 +48,7 @@ class Run:
 
     cfg: TrainConfig
     model: LoadedModel
+    agent: Agent
     folder: Path
     checkpoints: Checkpoints
     reporter: Reporter
@@ -65,6 +68,7 @@ def train(
     its gate.
     """
     began, model = time.monotonic(), prepared(cfg, model)
+    agent = agent_of(cfg.task, cfg.agent)
     check_model(cfg.rollout, model.cfg)
     over_places(cfg.rollout, cfg.mesh.places * cfg.mesh.context)  # said before the warm start
     with (
@@ -80,6 +84,7 @@ def train(
             run = Run(
                 cfg=cfg,
                 model=model,
+                agent=agent,
                 folder=folder,
                 checkpoints=checkpoints,
                 reporter=reporter,
@@ -197,6 +202,7 @@ def shown(row: Mapping[str, Any]) -> str:
 def player(run: Run, up: Serving, purpose: str, seed: int, temperature: float) -> Player:
     """A player of this run's tasks through what is up."""
     return Player(
+        agent=run.agent,
         gateway=up.gateway,
         url=up.url,
         client=up.client,
