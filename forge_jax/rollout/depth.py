@@ -34,7 +34,6 @@ class _Bucket:
     """What is known of calls of one number of rows."""
 
     ratios: dict[int, deque[float]] = field(default_factory=dict)  # to depth 0, by depth
-    last: tuple[int, float] | None = None  # depth and seconds of the call timed last
     calls: int = 0  # since the last probe
     wait: float = FIRST
     best: int = 0
@@ -54,6 +53,8 @@ class DepthController:
         self._tried = [0.0] * depths[-1]
         self._accepted = [0.0] * depths[-1]
         self._buckets: defaultdict[int, _Bucket] = defaultdict(_Bucket)
+        # Rows, depth and seconds of the newest call, if it was timed.
+        self._last: tuple[int, int, float] | None = None
 
     def choose(self, rows: int, followed: float = 1.0) -> int:
         """The depth of the next call of a bucket of `rows`, where the drafter knows all tokens of
@@ -87,9 +88,13 @@ class DepthController:
     def time(self, rows: int, depth: int, seconds: float) -> None:
         """Takes in the seconds of one verify in a call of this shape; calls come in order."""
         bucket = self._buckets[rows]
-        if bucket.last is not None and bucket.last[0] != depth:
-            self._pair(bucket, bucket.last, (depth, seconds))
-        bucket.last = (depth, seconds)
+        if self._last is not None and self._last[0] == rows and self._last[1] != depth:
+            self._pair(bucket, self._last[1:], (depth, seconds))
+        self._last = (rows, depth, seconds)
+
+    def apart(self) -> None:
+        """A call came that is not timed: those before and behind it are not side by side."""
+        self._last = None
 
     def acceptance(self) -> tuple[float, ...]:
         """a_i of every place; of one that was hardly tried close to that of the place before it,

@@ -118,7 +118,7 @@ class RolloutEngine:
         far; "wait" lets them end first, while new ones wait; "abort" ends them with
         Finish.ABORT. Whoever has not begun yet reads nothing of the old weights in any case.
         The caller may donate `params` once this returns; an update that has begun goes on if
-        the caller is cancelled. Raises ValueError if the version goes back, the parameters do
+        the caller is cancelled. Raises ValueError if the version is not newer, the parameters do
         not look like the first ones, or running requests are to end while the engine is paused.
         """
         await self._changes.lasting(self._swap(version, params))
@@ -235,7 +235,7 @@ class RolloutEngine:
                 await asyncio.sleep(0)  # callers of the same tick come along
 
     async def _swap(self, version: int, params: Any) -> None:
-        check(version >= self.version, f"{version=} is older than version={self.version}")
+        check(version > self.version, f"{version=} is not newer than version={self.version}")
         await self._ready()
         async with self._changes.between(self._rollout.update):
             await self._on_device(self._runner.publish, version, params)

@@ -93,8 +93,11 @@ def carried(data: Array, where: Sharding) -> Array:
 
     Parts are copied from device to device; none passes through the host, and nothing is run that
     several devices would have to run together, so that any thread may do it. (`jax.device_put`
-    copies by way of the host where two meshes cut differently.)
+    copies by way of the host where two meshes cut differently.) Devices that are the host itself
+    are the exception: there a copy between two of them waits behind whatever both compute.
     """
+    if jax.default_backend() == "cpu":
+        return jax.device_put(np.asarray(data), where)
     size = data.shape[HEADS]
     pieces = {shard.index[HEADS].indices(size)[:2]: shard.data for shard in data.addressable_shards}
     parts = []

@@ -64,12 +64,15 @@ class Speculator:
         since, self._ended = max(results.began, self._ended), results.ended
         decode, block = results.plan.decode, results.block
         if decode is None or block is None or self._cfg.speculate == "off":
+            self._depths.apart()
             return
         shape, status = decode.shape, block.packet[..., STATUS]
         self.counts[f"calls_of_{shape.drafts}"] += 1
         if not results.plan.prefills and not shape.shaped:
             self._depths.time(shape.rows, shape.drafts, (results.ended - since) / shape.steps)
             self._compare(shape, status, results.ended - since)
+        else:
+            self._depths.apart()
         rows = [i for i, s in enumerate(decode.owners) if s is not None and s.followed]
         if shape.drafts and rows:
             self._judge(status[:, :, rows])

@@ -106,6 +106,22 @@ def test_a_drafter_that_is_not_ready_is_not_tried() -> None:
     assert controller.choose(8, followed=0.05) == 0  # guesses for most of them are in vain
 
 
+def test_only_calls_side_by_side_are_compared() -> None:
+    """What comes between, be it timed or not, may have changed all else."""
+    controller = DepthController(DEPTHS)
+    for _ in range(8):
+        controller.time(8, 0, 1.0)
+        controller.apart()
+        controller.time(8, 2, 5.0)
+        controller.time(4, 0, 1.0)
+    assert controller.cost(8, 2) is None
+    for _ in range(4):
+        controller.time(8, 0, 1.0)
+        controller.time(8, 2, 1.5)
+        controller.apart()
+    assert controller.cost(8, 2) == 1.5
+
+
 def test_expected_tokens_are_those_of_the_formula() -> None:
     controller = DepthController(DEPTHS)
     for _ in range(400):
