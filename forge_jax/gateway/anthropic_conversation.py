@@ -1,8 +1,8 @@
 """Reads the conversation of an Anthropic Messages body.
 
-Client JSON flows in, a `Conversation` flows out. Cache marks, thinking, tools that run at
-Anthropic and fields that nobody here knows are passed over; what is known but has the wrong
-type, and content that is no text, is refused by name.
+Client JSON flows in, a `Conversation` flows out. Cache marks, thoughts of other servers, tools
+that run at Anthropic and fields that nobody here knows are passed over; what is known but has
+the wrong type, and content that is no text, is refused by name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +12,7 @@ from forge_jax.gateway.chat_messages import Tool, template_variables
 from forge_jax.gateway.errors import ApiError
 from forge_jax.gateway.fields import flag, mapping, sequence, text, wrong
 from forge_jax.gateway.messages import Conversation, Message, ToolCall, compact
+from forge_jax.gateway.signing import signed
 
 ROLES = {"system": "system", "developer": "system", "assistant": "assistant"}
 # A line that Claude Code writes for Anthropic's servers alone: no model is to read it, and a
@@ -72,17 +73,25 @@ def _messages(value: Any, path: str) -> list[Message]:
 
 def _assistant(blocks: Sequence[tuple[Mapping[str, Any], str]]) -> Message:
     """A reply; text of several blocks is one text, as it was when it was sampled."""
-    content, calls = "", []
+    content, thought, calls = "", "", []
     for block, path in blocks:
         kind = _kind(block, path)
         if kind == "text":
             content += _text_of(block, path)
+        elif kind == "thinking":
+            thought += _thought(block, path)
         elif kind == "tool_use":
             calls.append(_call(block, path))
         elif kind in ("image", "document"):
             raise _unread(kind, path)
-        # Else thinking, or a step of a tool that ran elsewhere: none of it is the reply's text.
-    return Message(role="assistant", content=content, calls=tuple(calls))
+        # Else a step of a tool that ran elsewhere, or a secret: none of it is the reply's text.
+    return Message(role="assistant", content=content, calls=tuple(calls), thought=thought)
+
+
+def _thought(block: Mapping[str, Any], path: str) -> str:
+    """A thought that was told here; those of other servers belong to other models."""
+    said = text(block, "thinking", f"{path}.") or ""
+    return said if signed(said, text(block, "signature", f"{path}.") or "") else ""
 
 
 def _call(block: Mapping[str, Any], path: str) -> ToolCall:

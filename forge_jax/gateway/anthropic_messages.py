@@ -16,8 +16,9 @@ from forge_jax.gateway.call import Call
 from forge_jax.gateway.completion import Completion
 from forge_jax.gateway.errors import ApiError
 from forge_jax.gateway.fields import flag, integer, mapping, strings, text, wrong
-from forge_jax.gateway.messages import ToolCall, encoded
+from forge_jax.gateway.messages import Piece, ToolCall, encoded
 from forge_jax.gateway.openai_parts import token_data
+from forge_jax.gateway.signing import signature
 from forge_jax.gateway.stored import StoredResponses
 from forge_jax.gateway.structure import RESPONSE_FORMAT, read_grammar
 from forge_jax.gateway.wire import Context, Wire
@@ -28,6 +29,7 @@ ERROR_TYPES = {
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
     504: "timeout_error", 529: "overloaded_error",
 }  # fmt: skip
+THINKING = ("enabled", "adaptive")  # kinds of `thinking` that ask for thoughts
 # What bodies may say in vLLM's words, beside the protocol's own.
 SHARED = (
     "temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "stop_token_ids", "logit_bias",
@@ -49,6 +51,7 @@ def parse(body: Mapping[str, Any], _: StoredResponses) -> Ask:
         max_tokens=integer(body, "max_tokens", 1, MOST_TOKENS),
         logprobs=flag(body, "logprobs"),
         top_logprobs=0,
+        tell_thoughts=text(mapping(body, "thinking"), "type", "thinking.") in THINKING,
         **{**shared, **told},
     )
 
@@ -72,16 +75,22 @@ def answer(context: Context) -> Mapping[str, Any]:
     """The whole answer of a finished call."""
     [completion] = context.call.completions
     blocks: list[dict[str, Any]] = []
+    thought = completion.message.thought
+    if thought and context.ask.tell_thoughts:
+        blocks.append({**_thinking(thought), "signature": signature(thought)})
+    told = len(blocks)
     for piece in completion.pieces:
         if isinstance(piece, ToolCall):
             blocks.append({**_tool_use(piece), "input": json.loads(piece.arguments)})
-        elif blocks and blocks[-1]["type"] == "text":
+        elif isinstance(piece, str) and len(blocks) > told and blocks[-1]["type"] == "text":
             blocks[-1]["text"] += piece
-        else:
+        elif isinstance(piece, str):
             blocks.append(_text(piece))
+    if len(blocks) == told:
+        blocks.append(_text(_unsaid(context, completion)))  # clients read a text unasked
     message = {
         **_message(context),
-        "content": blocks or [_text("")],  # clients read the first block unasked
+        "content": blocks,
         **_stop(completion),
         "usage": usage_of(context.call, len(completion.output)),
     }
@@ -97,6 +106,15 @@ def _message(context: Context) -> dict[str, Any]:
         "role": "assistant",
         "model": context.model,
     }
+
+
+def _unsaid(context: Context, completion: Completion) -> str:
+    """The text of a reply without any: its thought, where that would be told nowhere else."""
+    return "" if context.ask.tell_thoughts else completion.message.thought
+
+
+def _thinking(said: str) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": said, "signature": ""}
 
 
 def _text(said: str) -> dict[str, Any]:
@@ -168,17 +186,22 @@ class MessageStream:
         self._context = context
         self._begun = False
         self._index = 0  # of the block that is open, or comes next
-        self._open = False  # a block of text is
+        self._open = ""  # type of that block, "" if none is
+        self._thought = ""  # told so far
+        self._answered = False  # something but thoughts was told
 
-    def pieces(
-        self, completion: Completion, chunk: Chunk, pieces: list[str | ToolCall]
-    ) -> list[bytes]:
+    def pieces(self, completion: Completion, chunk: Chunk, pieces: list[Piece]) -> list[bytes]:
         events = [] if self._begun else [self._start()]
         for piece in pieces:
-            events += self._call(piece) if isinstance(piece, ToolCall) else self._said(piece)
+            if isinstance(piece, ToolCall):
+                events += self._call(piece)
+            elif isinstance(piece, str):
+                events += self._said(piece)
+            elif self._context.ask.tell_thoughts:
+                events += self._think(piece.text)
         if chunk.finish is not None:
-            if self._index == 0 and not self._open:
-                events += self._said("")
+            if not self._answered:
+                events += self._said(_unsaid(self._context, completion))
             events += [*self._close(), self._delta(completion), event("message_stop")]
         return events
 
@@ -199,31 +222,41 @@ class MessageStream:
         return event("message_start", message=message)
 
     def _said(self, piece: str) -> list[bytes]:
-        delta = event(
-            "content_block_delta", index=self._index, delta={"type": "text_delta", "text": piece}
-        )
-        if self._open:
-            return [delta]
-        self._open = True
-        return [event("content_block_start", index=self._index, content_block=_text("")), delta]
+        self._answered = True
+        return [*self._begin(_text("")), self._told({"type": "text_delta", "text": piece})]
+
+    def _think(self, piece: str) -> list[bytes]:
+        self._thought += piece
+        delta = {"type": "thinking_delta", "thinking": piece}
+        return [*self._begin(_thinking("")), self._told(delta)]
 
     def _call(self, call: ToolCall) -> list[bytes]:
-        events = self._close()
+        self._answered = True
         delta = {"type": "input_json_delta", "partial_json": call.arguments}
-        events += [
-            event("content_block_start", index=self._index, content_block=_tool_use(call)),
-            event("content_block_delta", index=self._index, delta=delta),
-        ]
-        self._open = True
-        return events + self._close()
+        return [*self._close(), *self._begin(_tool_use(call)), self._told(delta), *self._close()]
+
+    def _begin(self, block: Mapping[str, Any]) -> list[bytes]:
+        """Opens a block unless one of its type is open."""
+        if self._open == block["type"]:
+            return []
+        events = self._close()
+        self._open = block["type"]
+        return [*events, event("content_block_start", index=self._index, content_block=block)]
+
+    def _told(self, delta: Mapping[str, Any]) -> bytes:
+        return event("content_block_delta", index=self._index, delta=delta)
 
     def _close(self) -> list[bytes]:
         """Ends the block that is open, if one is."""
         if not self._open:
             return []
-        self._open = False
+        events = []
+        if self._open == "thinking":
+            delta = {"type": "signature_delta", "signature": signature(self._thought)}
+            events.append(self._told(delta))
+        self._open = ""
         self._index += 1
-        return [event("content_block_stop", index=self._index - 1)]
+        return [*events, event("content_block_stop", index=self._index - 1)]
 
     def _delta(self, completion: Completion) -> bytes:
         usage = usage_of(self._context.call, len(completion.output))

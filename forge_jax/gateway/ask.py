@@ -39,6 +39,8 @@ class Ask:
     told: Mapping[str, Any] = field(default_factory=dict)  # that the answer says of the request
     # Namespace and name of functions, by the names that the model sees.
     names: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    tell_thoughts: bool = True  # the reasoning before an answer
+    seal_thoughts: bool = False  # and an opaque copy of it, to be handed back
     given: Given | None = None  # what later calls may refer to with the answer; None: nothing
 
     @property

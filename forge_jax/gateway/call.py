@@ -13,12 +13,12 @@ from typing import cast
 
 from forge_jax.gateway.completion import Completion
 from forge_jax.gateway.history import Prompt
-from forge_jax.gateway.messages import ToolCall
+from forge_jax.gateway.messages import Piece
 from forge_jax.types import Chunk, Engine, Finish, Refused
 
 BYTES = 4  # a token
 # What to do with newly read pieces of a completion.
-Emit = Callable[[Completion, Chunk, list[str | ToolCall]], Awaitable[None]]
+Emit = Callable[[Completion, Chunk, list[Piece]], Awaitable[None]]
 
 
 @dataclass(kw_only=True, eq=False)

@@ -11,8 +11,9 @@ from typing import Any
 from forge_jax.drawing import GRAMMAR, Grammar
 from forge_jax.gateway.errors import ApiError
 from forge_jax.gateway.messages import Conversation
+from forge_jax.gateway.parsers.hermes import CLOSE, OPEN
+from forge_jax.gateway.parsers.lookup import first_parameter
 from forge_jax.gateway.structure import FORMATS
-from forge_jax.gateway.tools import CLOSE, OPEN, first_parameter
 
 Tool = Mapping[str, Any]
 # As chat templates write arguments.

@@ -14,7 +14,7 @@ from forge_jax.gateway.chat_messages import read_conversation
 from forge_jax.gateway.completion import Completion, Tops, tops_of
 from forge_jax.gateway.errors import ApiError
 from forge_jax.gateway.fields import flag, integer
-from forge_jax.gateway.messages import ToolCall
+from forge_jax.gateway.messages import Piece, Thought
 from forge_jax.gateway.openai_parts import (
     error_events,
     event,
@@ -72,6 +72,8 @@ def _head(context: Context, kind: str) -> dict[str, Any]:
 def _choice(context: Context, completion: Completion) -> dict[str, Any]:
     told = completion.message
     message: dict[str, Any] = {"role": "assistant", "content": told.content, "refusal": None}
+    if told.thought:
+        message["reasoning_content"] = told.thought
     if told.calls:
         message["content"] = told.content or None
         message["tool_calls"] = [call.wire() for call in told.calls]
@@ -105,9 +107,7 @@ class ChatStream:
         self._begun: set[int] = set()
         self._calls: dict[int, int] = {}  # choice -> tool calls told
 
-    def pieces(
-        self, completion: Completion, chunk: Chunk, pieces: list[str | ToolCall]
-    ) -> list[bytes]:
+    def pieces(self, completion: Completion, chunk: Chunk, pieces: list[Piece]) -> list[bytes]:
         index = completion.place[1]
         extra: dict[str, Any] = {}
         if self._context.ask.logprobs and len(chunk.ids):
@@ -135,9 +135,11 @@ class ChatStream:
     def error(self, error: ApiError) -> list[bytes]:
         return error_events(error)
 
-    def _delta(self, choice: int, piece: str | ToolCall) -> dict[str, Any]:
+    def _delta(self, choice: int, piece: Piece) -> dict[str, Any]:
         if isinstance(piece, str):
             return {"content": piece}
+        if isinstance(piece, Thought):
+            return {"reasoning_content": piece.text}
         index = self._calls.get(choice, 0)
         self._calls[choice] = index + 1
         return {"tool_calls": [{"index": index, **piece.wire()}]}

@@ -15,7 +15,7 @@ Tool = Mapping[str, Any]
 ROLES = {"system": "system", "developer": "system", "assistant": "assistant", "tool": "tool",
          "function": "tool"}  # fmt: skip
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-EXTRA = ("name", "tool_call_id", "reasoning_content")
+EXTRA = ("name", "tool_call_id")
 RESERVED = ("self", "messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 
 
@@ -57,7 +57,13 @@ def _message(value: Any, path: str) -> Message:
         content=read_content(value.get("content"), f"{path}.content"),
         calls=tuple(_call(c, f"{path}.tool_calls[{i}]") for i, c in enumerate(calls)),
         extra=extra,
+        thought=_thought(value, f"{path}.") if role == "assistant" else "",
     )
+
+
+def _thought(value: Mapping[str, Any], path: str) -> str:
+    """The reasoning of a reply, by either name that servers tell it by."""
+    return text(value, "reasoning_content", path) or text(value, "reasoning", path) or ""
 
 
 def read_content(value: Any, path: str) -> str:

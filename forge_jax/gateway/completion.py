@@ -4,6 +4,7 @@ Chunks flow in as the engine samples them; read text and tool calls flow out at 
 the exact tokens at the end. What was sampled is kept as it was, whatever is read.
 """
 
+import bisect
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from forge_jax.drawing import Support, joined
-from forge_jax.gateway.messages import Message, ToolCall
+from forge_jax.gateway.messages import Message, Piece, Thought, ToolCall
+from forge_jax.gateway.parsers.protocol import ReplyParser
+from forge_jax.gateway.parsers.thoughts import END_THINK
 from forge_jax.gateway.text import TextReader
-from forge_jax.gateway.tools import ToolParser
 from forge_jax.models.tokenizer import Tokenizer
 from forge_jax.types import NO_ROUTE, Chunk, Finish, PromptLogprobs, Request, Turn
 
@@ -31,7 +33,7 @@ class Completion:
         request: Request,
         parent: Place | None,
         tokenizer: Tokenizer,
-        parser: ToolParser,
+        parser: ReplyParser,
     ):
         """`name` is unique among all sessions; ids that clients are told are made from it."""
         self.place = place
@@ -48,10 +50,10 @@ class Completion:
         self._tokenizer = tokenizer
         self._reader = TextReader(tokenizer, request.sampling)
         self._parser = parser
-        self.pieces: list[str | ToolCall] = []  # of the reply, as they were told
+        self.pieces: list[Piece] = []  # of the reply, as they were told
 
-    def take(self, chunk: Chunk, now: float) -> list[str | ToolCall]:
-        """Adds newly sampled tokens; gives the content and tool calls read from them.
+    def take(self, chunk: Chunk, now: float) -> list[Piece]:
+        """Adds newly sampled tokens; gives the parts of the reply read from them.
 
         What comes after `abort` is nobody's, and changes nothing.
         """
@@ -87,7 +89,13 @@ class Completion:
         """The reply as it was told to the client."""
         content = "".join(piece for piece in self.pieces if isinstance(piece, str))
         calls = tuple(piece for piece in self.pieces if isinstance(piece, ToolCall))
-        return Message(role="assistant", content=content, calls=calls)
+        thought = "".join(piece.text for piece in self.pieces if isinstance(piece, Thought))
+        return Message(role="assistant", content=content, calls=calls, thought=thought)
+
+    @property
+    def malformed(self) -> int:
+        """Tool calls begun so far that could not be read as such."""
+        return self._parser.malformed
 
     @functools.cached_property
     def output(self) -> np.ndarray:
@@ -137,6 +145,18 @@ class Completion:
         """The sampled tokens as text, what ended them included."""
         return self._tokenizer.decode(self.output.tolist())
 
+    @functools.cached_property
+    def thought_tokens(self) -> int:
+        """How many of the sampled tokens are reasoning, the tag that ends it among them."""
+        if not self.message.thought:
+            return 0
+        ids = self.output.tolist()
+        closed = functools.partial(self._closed, ids)
+        return min(len(ids), bisect.bisect_left(range(len(ids) + 1), True, key=closed))
+
+    def _closed(self, ids: list[int], count: int) -> bool:
+        return END_THINK in self._tokenizer.decode(ids[:count])
+
     def turn(self, parents: Mapping[Place, int], arrived: float, opened: float) -> Turn:
         """The record of this completion; `parents` numbers the turns of the session."""
         return Turn(
@@ -152,6 +172,7 @@ class Completion:
             queue_seconds=self.queue_seconds,
             routes=self.routes,
             support=self.support,
+            malformed=self.malformed,
         )
 
 

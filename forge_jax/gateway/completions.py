@@ -12,7 +12,7 @@ from forge_jax.gateway.ask import Ask, common_fields
 from forge_jax.gateway.completion import Completion, Tops, tops_of
 from forge_jax.gateway.errors import ApiError
 from forge_jax.gateway.fields import flag, integer, token_ids, wrong
-from forge_jax.gateway.messages import ToolCall
+from forge_jax.gateway.messages import Piece
 from forge_jax.gateway.openai_parts import (
     error_events,
     event,
@@ -151,9 +151,7 @@ class CompletionStream:
             self._head["usage"] = None
         self._offsets: dict[int, int] = {}  # choice -> characters told
 
-    def pieces(
-        self, completion: Completion, chunk: Chunk, pieces: list[str | ToolCall]
-    ) -> list[bytes]:
+    def pieces(self, completion: Completion, chunk: Chunk, pieces: list[Piece]) -> list[bytes]:
         index, text = completion.place[1], "".join(p for p in pieces if isinstance(p, str))
         told = self._context.ask.tell_ids or self._context.ask.logprobs
         if not text and chunk.finish is None and not (told and len(chunk.ids)):

@@ -31,12 +31,13 @@ from forge_jax.gateway.exchange import (
 )
 from forge_jax.gateway.fields import parse_object
 from forge_jax.gateway.history import Prompt, write_prompt
-from forge_jax.gateway.messages import Conversation, ToolCall, encoded
+from forge_jax.gateway.messages import Conversation, Piece, encoded
 from forge_jax.gateway.metrics import Metrics
+from forge_jax.gateway.parsers.formats import reply_parser
+from forge_jax.gateway.parsers.protocol import PlainText, ReplyParser
 from forge_jax.gateway.session import Session, request_digest, session_hints
 from forge_jax.gateway.sessions import Sessions
 from forge_jax.gateway.structure import schema_of
-from forge_jax.gateway.tools import PlainText, ToolParser, parser_for
 from forge_jax.gateway.wire import Context, Wire
 from forge_jax.models.chat import Chat, TemplateError
 from forge_jax.types import Chunk, Engine, Facts, Refused, Request, Sampling
@@ -145,16 +146,16 @@ class Endpoint:
                     request=Request(prompt=call.prompt.ids, sampling=sampling, facts=facts),
                     parent=None if parent is None else parent.place,
                     tokenizer=chat.tokenizer,
-                    parser=self._parser(ask.source, f"call_{call.id}_{choice}"),
+                    parser=self._parser(ask, call, choice),
                 )
             )
         return tuple(completions)
 
-    def _parser(self, source: object, prefix: str) -> ToolParser:
-        if isinstance(source, Conversation):
-            tools = source.must_call or source.tools
-            return parser_for(self._core.chat.format.tool_format, tools, prefix)
-        return PlainText()
+    def _parser(self, ask: Ask, call: Call, choice: int) -> ReplyParser:
+        if not isinstance(ask.source, Conversation):
+            return PlainText()
+        prefix = f"call_{call.id}_{choice}"
+        return reply_parser(self._core.chat.format, ask.source, call.prompt.text, prefix)
 
     async def _serve(
         self, session: Session, call: Call, ask: Ask, receive: Receive, send: Send
@@ -215,7 +216,7 @@ class Answer:
     async def whole(self, send: Send, headers: dict[str, str]) -> None:
         """One JSON object."""
 
-        async def take(completion: Completion, chunk: Chunk, _: list[str | ToolCall]) -> None:
+        async def take(completion: Completion, chunk: Chunk, _: list[Piece]) -> None:
             if not self._context.ask.echo_only:
                 self._session.learn(completion)
 
@@ -229,7 +230,7 @@ class Answer:
     async def stream(self, stream: EventStream) -> None:
         """Events as the tokens arrive."""
 
-        async def tell(completion: Completion, chunk: Chunk, pieces: list[str | ToolCall]) -> None:
+        async def tell(completion: Completion, chunk: Chunk, pieces: list[Piece]) -> None:
             # Before its client can answer: the next call may come with the last token.
             self._session.learn(completion)
             await stream.send(self._writer.pieces(completion, chunk, pieces))

@@ -17,11 +17,11 @@ import numpy as np
 
 from forge_jax.gateway.completion import Completion
 from forge_jax.gateway.messages import Conversation, Message
+from forge_jax.gateway.parsers.thoughts import END_THINK, THINK
 from forge_jax.models.chat import Chat
 
 # Private-use characters around a number that no client can guess.
 SECRET = secrets.token_hex(8)
-THINK, END_THINK = "<think>", "</think>"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -31,6 +31,16 @@ class ToolCall:
         return {"id": self.id, "type": "function", "function": function}
 
 
+@dataclass(frozen=True)
+class Thought:
+    """A piece of the reasoning before an answer."""
+
+    text: str
+
+
+Piece = str | Thought | ToolCall  # of a reply
+
+
 @dataclass(frozen=True, kw_only=True)
 class Message:
     """One message; `content` is "" where the client sent none."""
@@ -38,6 +48,7 @@ class Message:
     role: str  # "system" | "user" | "assistant" | "tool"
     content: str
     calls: tuple[ToolCall, ...] = ()
+    thought: str = ""  # of an assistant
     extra: Mapping[str, str] = field(default_factory=dict)  # name, tool_call_id, ...
     reply: str = ""  # name of the completion it was told as, where ids say that
 
@@ -49,6 +60,8 @@ class Message:
     def wire(self) -> dict[str, Any]:
         """The message as chat templates read it."""
         plain: dict[str, Any] = {"role": self.role, "content": self.content, **self.extra}
+        if self.thought:
+            plain["reasoning_content"] = self.thought
         if self.calls:
             plain["tool_calls"] = [call.wire() for call in self.calls]
         return plain

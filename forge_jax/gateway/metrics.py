@@ -13,6 +13,7 @@ HELP = {
     "prompt_tokens_total": ("counter", "Tokens fed, each prompt once"),
     "cached_tokens_total": ("counter", "Of those, tokens read from a cache"),
     "sampled_tokens_total": ("counter", "Tokens sampled"),
+    "tool_calls_malformed_total": ("counter", "Tool calls of replies that had to stay text"),
     "replies_spliced_total": ("counter", "Replies in prompts that are the sampled tokens"),
     "replies_foreign_total": ("counter", "Assistant messages in prompts that nobody sampled so"),
 }
@@ -40,6 +41,7 @@ class Metrics:
         for completion in call.completions:
             self._finishes[str(completion.finish or Finish.ABORT)] += 1
             self._counts["sampled_tokens_total"] += len(completion.output)
+            self._counts["tool_calls_malformed_total"] += completion.malformed
 
     def text(self, sessions: int) -> str:
         """The exposition."""

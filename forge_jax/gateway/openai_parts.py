@@ -38,12 +38,15 @@ def usage_of(call: Call, told: bool = True) -> Mapping[str, Any]:
     """Tokens of a call: its prompt once, all completions if they are told, and what a cache
     saved."""
     prompt = len(call.prompt.ids)
-    sampled = sum(len(completion.output) for completion in call.completions) if told else 0
+    completions = call.completions if told else ()
+    sampled = sum(len(completion.output) for completion in completions)
+    thought = sum(completion.thought_tokens for completion in completions)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": sampled,
         "total_tokens": prompt + sampled,
         "prompt_tokens_details": {"cached_tokens": call.completions[0].cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": thought},
     }
 
 

@@ -49,9 +49,13 @@ class Replies:
     def find(self, message: Message) -> tuple[Completion, ...]:
         """Completions that `message` may be, the newest last; () if it is none of ours.
 
-        Text may be missing beside known calls (some clients drop it), but neither it nor a
-        call may differ.
+        Text may be missing beside known calls (some clients drop it), and so may a thought, but
+        neither of them nor a call may differ.
         """
+        return tuple(c for c in self._said(message) if _same_thought(c, message))
+
+    def _said(self, message: Message) -> tuple[Completion, ...]:
+        """The same, whatever was thought."""
         known = next(
             (self._by_call_id[c.id] for c in message.calls if c.id in self._by_call_id),
             self._by_name.get(message.reply),
@@ -77,11 +81,19 @@ class Replies:
 def _keys(completion: Completion) -> tuple[object, ...]:
     """What the reply looks like when it comes back as text."""
     text, calls = completion.message.key
+    thought = completion.message.thought.strip()
+    if not text and not calls and thought:  # which some clients are told as the text
+        return ((text, calls), (thought, calls))
     if completion.stop_text is None:
         return ((text, calls),)
     # Some clients put back the stop string at which the text was cut.
     told = completion.message.content
     return ((text, calls), ((told + completion.stop_text).strip(), calls))
+
+
+def _same_thought(completion: Completion, message: Message) -> bool:
+    thought = message.thought.strip()
+    return not thought or thought == completion.message.thought.strip()
 
 
 def _end(completion: Completion) -> tuple[int, int] | None:

@@ -2,7 +2,7 @@
 
 Items flow in, `Message`s flow out. A reply of the model comes as several items, text and
 calls; by the ids that it was told with, or by their order, they become one message again.
-Items that say nothing to a model here (reasoning, hosted tools) are passed over.
+Items that say nothing to a model here (hosted tools) are passed over.
 """
 
 import re
@@ -12,12 +12,13 @@ from typing import Any
 
 from forge_jax.gateway.chat_messages import ROLES, read_content
 from forge_jax.gateway.errors import ApiError
-from forge_jax.gateway.fields import text, wrong
+from forge_jax.gateway.fields import sequence, text, wrong
 from forge_jax.gateway.messages import Message, ToolCall, compact, encoded
 from forge_jax.gateway.response_tools import Name
+from forge_jax.gateway.signing import unsealed
 from forge_jax.gateway.stored import Item, StoredResponses
 
-ORIGIN = re.compile(r"(?:msg|fc|call)_([0-9a-f]{24})_[0-9_]+")  # of what a reply is told with
+ORIGIN = re.compile(r"(?:msg|fc|call|rs)_([0-9a-f]{24})_[0-9_]+")  # of what a reply is told with
 
 
 def read_input(body: Mapping[str, Any], stored: StoredResponses) -> tuple[tuple[Item, ...], int]:
@@ -80,6 +81,7 @@ class _Reader:
         self._names = names
         self._turn: int | None = None  # of the model's newest message, if only tools spoke since
         self._origin = ""  # of that turn
+        self._thought = ""  # before the turn that begins next
 
     def read(self, item: Item, path: str) -> None:
         kind = item["type"]
@@ -87,6 +89,8 @@ class _Reader:
             self._message(item, path)
         elif kind == "function_call":
             self._reply(item, _call(item, path, self._names))
+        elif kind == "reasoning":
+            self._thought = _thought(item, path)
         elif kind == "function_call_output":
             extra = {"tool_call_id": text(item, "call_id", f"{path}.") or ""}
             content = read_content(item.get("output"), f"{path}.output")
@@ -100,7 +104,7 @@ class _Reader:
         if role == "assistant":
             self._reply(item, content)
         else:
-            self._turn = None
+            self._turn, self._thought = None, ""
             self.messages.append(Message(role=ROLES.get(role, "user"), content=content))
 
     def _reply(self, item: Item, piece: str | ToolCall) -> None:
@@ -111,7 +115,8 @@ class _Reader:
         if not self._goes_on(origin, isinstance(piece, str)):
             self._turn = len(self.messages)
             self._origin = ""
-            self.messages.append(Message(role="assistant", content=""))
+            self.messages.append(Message(role="assistant", content="", thought=self._thought))
+        self._thought = ""
         assert self._turn is not None
         self._origin = self._origin or origin
         message = self.messages[self._turn]
@@ -126,8 +131,21 @@ class _Reader:
             return False
         if origin and self._origin:  # whatever results of tools stand between
             return origin == self._origin
+        if self._thought:
+            return False
         behind_call = bool(self.messages[self._turn].calls)
         return self._turn == len(self.messages) - 1 and (behind_call or not is_text)
+
+
+def _thought(item: Item, path: str) -> str:
+    """The text of a thought, open or sealed here; "" of one that only others can read."""
+    parts = sequence(item, "content", f"{path}.")
+    texts = [text(part, "text", f"{path}.content.") or "" for part in parts if _is_open(part)]
+    return "".join(texts) or unsealed(text(item, "encrypted_content", f"{path}.") or "")
+
+
+def _is_open(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "reasoning_text"
 
 
 def _call(item: Item, path: str, names: Mapping[Name, str]) -> ToolCall:

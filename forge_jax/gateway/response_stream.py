@@ -9,9 +9,18 @@ from typing import Any
 
 from forge_jax.gateway.completion import Completion, tops_of
 from forge_jax.gateway.errors import ApiError, error_body
-from forge_jax.gateway.messages import ToolCall, encoded
+from forge_jax.gateway.messages import Piece, ToolCall, encoded
 from forge_jax.gateway.openai_parts import told_logprobs
-from forge_jax.gateway.responses import answer, call_item, head, message_item, parse, text_part
+from forge_jax.gateway.responses import (
+    answer,
+    call_item,
+    head,
+    message_item,
+    parse,
+    text_part,
+    thought_item,
+    thought_part,
+)
 from forge_jax.gateway.wire import Context, Wire
 from forge_jax.types import Chunk, Finish
 
@@ -23,22 +32,24 @@ class ResponseStream:
         self._context = context
         self._number = 0  # of the next event
         self._index = 0  # of the item that is told, or comes next
-        self._words: str | None = None  # of the message that is told; None: none is
+        self._words: str | None = None  # of the message or thought that is told; None: none is
+        self._thinks = False  # it is a thought
+        self._answered = False  # something but thoughts was told
         self._fresh: list[Any] = []  # log-probs that no delta has told
         self._logprobs: list[Any] = []  # of the text so far
 
-    def pieces(
-        self, completion: Completion, chunk: Chunk, pieces: list[str | ToolCall]
-    ) -> list[bytes]:
+    def pieces(self, completion: Completion, chunk: Chunk, pieces: list[Piece]) -> list[bytes]:
         events = [] if self._number else self._begin()
         self._fresh += told_logprobs(self._context, chunk.ids, chunk.logprobs, tops_of(chunk))
         for piece in pieces:
-            events += self._text(piece) if isinstance(piece, str) else self._call(piece)
+            if isinstance(piece, ToolCall):
+                events += self._call(piece)
+            else:
+                events += self._text(piece) if isinstance(piece, str) else self._think(piece.text)
         if chunk.finish is not None:
-            status = "incomplete" if chunk.finish is Finish.LENGTH else "completed"
-            if self._words is None and self._index == 0:
+            if not self._answered:
                 events += self._text("")
-            events += self._close(status)
+            events += self._close("incomplete" if chunk.finish is Finish.LENGTH else "completed")
         return events
 
     def end(self) -> list[bytes]:
@@ -60,31 +71,45 @@ class ResponseStream:
 
     def _text(self, piece: str) -> list[bytes]:
         events = []
-        if self._words is None:
-            self._words, self._logprobs = "", []
+        if self._words is None or self._thinks:
+            events += self._close()
+            self._words, self._logprobs, self._answered = "", [], True
             item = message_item(self._context, self._index, None, "in_progress")
             events += [self._item("added", item), self._part("added", text_part(""))]
+        assert self._words is not None
         self._words += piece
         fresh, self._fresh = self._fresh, []
         self._logprobs += fresh
-        return [*events, self._of_text("delta", delta=piece, logprobs=fresh)]
+        return [*events, self._of("output_text.delta", delta=piece, logprobs=fresh)]
+
+    def _think(self, piece: str) -> list[bytes]:
+        events = []
+        if self._words is None:
+            self._words, self._thinks = "", True
+            item = thought_item(self._context, self._index, None, "in_progress")
+            events += [self._item("added", item), self._part("added", thought_part(""))]
+        self._words += piece
+        return [*events, self._of("reasoning_text.delta", delta=piece)]
 
     def _close(self, status: str = "completed") -> list[bytes]:
-        """Ends the message that is told, if one is."""
+        """Ends the message or thought that is told, if one is."""
         if self._words is None:
             return []
         words, self._words = self._words, None
-        self._logprobs, self._fresh = self._logprobs + self._fresh, []
-        item = message_item(self._context, self._index, words, status, self._logprobs)
-        events = [
-            self._of_text("done", text=words, logprobs=self._logprobs),
-            self._part("done", item["content"][0]),
-            self._item("done", item),
-        ]
+        if self._thinks:
+            item = thought_item(self._context, self._index, words, "completed")
+            done = self._of("reasoning_text.done", text=words)
+        else:
+            self._logprobs, self._fresh = self._logprobs + self._fresh, []
+            item = message_item(self._context, self._index, words, status, self._logprobs)
+            done = self._of("output_text.done", text=words, logprobs=self._logprobs)
+        events = [done, self._part("done", item["content"][0]), self._item("done", item)]
+        self._thinks = False
         self._index += 1
         return events
 
     def _call(self, call: ToolCall) -> list[bytes]:
+        self._answered = True
         events = self._close()
         begun = call_item(self._context, self._index, call, "", "in_progress")
         item = call_item(self._context, self._index, call, call.arguments, "completed")
@@ -105,11 +130,12 @@ class ResponseStream:
     def _part(self, what: str, part: Mapping[str, Any]) -> bytes:
         return self._event(f"response.content_part.{what}", **self._place(), part=part)
 
-    def _of_text(self, what: str, **fields: Any) -> bytes:
-        return self._event(f"response.output_text.{what}", **self._place(), **fields)
+    def _of(self, what: str, **fields: Any) -> bytes:
+        return self._event(f"response.{what}", **self._place(), **fields)
 
     def _place(self) -> dict[str, Any]:
-        name = message_item(self._context, self._index, None, "")["id"]
+        kind = thought_item if self._thinks else message_item
+        name = kind(self._context, self._index, None, "")["id"]
         return {"item_id": name, "output_index": self._index, "content_index": 0}
 
     def _event(self, kind: str, **fields: Any) -> bytes:

@@ -12,10 +12,11 @@ from forge_jax.gateway.chat_messages import template_variables
 from forge_jax.gateway.completion import Completion
 from forge_jax.gateway.errors import ApiError
 from forge_jax.gateway.fields import flag, integer, mapping, sequence, text, wrong
-from forge_jax.gateway.messages import Conversation, Message, ToolCall
+from forge_jax.gateway.messages import Conversation, Message, Piece, Thought, ToolCall
 from forge_jax.gateway.openai_parts import token_data, told_logprobs, usage_of
 from forge_jax.gateway.response_items import read_input, read_messages
 from forge_jax.gateway.response_tools import Offered, read_tools, told_tools
+from forge_jax.gateway.signing import sealed
 from forge_jax.gateway.stored import Given, Item, Stored, StoredResponses, response_id
 from forge_jax.gateway.structure import ANY_OBJECT, TEXT_FORMAT, schema_grammar
 from forge_jax.gateway.wire import Context
@@ -23,6 +24,7 @@ from forge_jax.types import Finish
 
 MOST_TOKENS = 2**31 - 1
 LOGPROBS = "message.output_text.logprobs"
+SEALED = "reasoning.encrypted_content"
 ELSEWHERE = ("n", "prompt_logprobs", "stream_options")  # fields of chat alone
 ABSENT = ("conversation", "prompt")  # that would stand for text nobody here has
 
@@ -42,6 +44,7 @@ def parse(body: Mapping[str, Any], stored: StoredResponses) -> Ask:
         max_tokens=integer(body, "max_output_tokens", 1, MOST_TOKENS),
         logprobs=top > 0 or LOGPROBS in sequence(body, "include"),
         top_logprobs=top,
+        seal_thoughts=SEALED in sequence(body, "include"),
         told=_told(body),
         names={shown: name for name, shown in offered.names.items()},
         given=None if body.get("store") is not None and not flag(body, "store") else given,
@@ -161,24 +164,51 @@ def head(context: Context, status: str) -> dict[str, Any]:
 
 def output_items(context: Context, completion: Completion) -> list[Item]:
     """The reply as items, in order; log-probs of all that was sampled stand at its first text."""
-    grouped: list[str | ToolCall] = []
-    for piece in completion.pieces:
-        if isinstance(piece, str) and grouped and isinstance(grouped[-1], str):
-            grouped[-1] += piece
-        else:
-            grouped.append(piece)
-    grouped = grouped or [""]
+    grouped = _grouped(completion)
     cut = completion.finish is Finish.LENGTH
     logprobs = told_logprobs(context, completion.output, completion.logprobs, completion.tops)
     items: list[Item] = []
     for i, piece in enumerate(grouped):
-        if isinstance(piece, str):
+        if isinstance(piece, Thought):
+            items.append(thought_item(context, i, piece.text, "completed"))
+        elif isinstance(piece, str):
             status = "incomplete" if cut and i == len(grouped) - 1 else "completed"
             items.append(message_item(context, i, piece, status, logprobs))
             logprobs = []
         else:
             items.append(call_item(context, i, piece, piece.arguments, "completed"))
     return items
+
+
+def _grouped(completion: Completion) -> list[Piece]:
+    """The parts of a reply, its thought first, neighbouring texts as one; never without an
+    answer."""
+    thought = completion.message.thought
+    grouped: list[Piece] = []
+    for piece in completion.pieces:
+        if isinstance(piece, str) and grouped and isinstance(grouped[-1], str):
+            grouped[-1] += piece
+        elif not isinstance(piece, Thought):
+            grouped.append(piece)
+    return [*([Thought(thought)] if thought else []), *(grouped or [""])]
+
+
+def thought_item(context: Context, index: int, words: str | None, status: str) -> dict[str, Any]:
+    """Item `index` of the output, a thought; `words` is None where it only begins."""
+    seal = context.ask.seal_thoughts and words is not None
+    return {
+        "id": f"rs_{context.call.id}_{index}",
+        "type": "reasoning",
+        "status": status,
+        "summary": [],
+        "content": [] if words is None else [thought_part(words)],
+        "encrypted_content": sealed(words or "") if seal else None,
+    }
+
+
+def thought_part(words: str) -> dict[str, Any]:
+    """The content of a thought."""
+    return {"type": "reasoning_text", "text": words}
 
 
 def message_item(
@@ -222,6 +252,6 @@ def _usage(context: Context) -> Mapping[str, Any]:
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],
     }

@@ -4,7 +4,7 @@ Chunks flow in, text flows out that nothing later can change: no half of a UTF-8
 sequence, nothing that may be the beginning of a stop string.
 """
 
-from forge_jax.gateway.tools import overlap
+from forge_jax.gateway.parsers.protocol import overlap
 from forge_jax.models.tokenizer import Detokenizer, Tokenizer
 from forge_jax.types import Chunk, Sampling
 

@@ -13,7 +13,7 @@ from forge_jax.gateway.call import Call
 from forge_jax.gateway.completion import Completion
 from forge_jax.gateway.errors import ApiError
 from forge_jax.gateway.exchange import COMMENT
-from forge_jax.gateway.messages import ToolCall
+from forge_jax.gateway.messages import Piece
 from forge_jax.gateway.stored import StoredResponses
 from forge_jax.models.tokenizer import Tokenizer
 from forge_jax.types import Chunk
@@ -33,9 +33,7 @@ class Context:
 class StreamWriter(Protocol):
     """Writes the events of one streamed answer."""
 
-    def pieces(
-        self, completion: Completion, chunk: Chunk, pieces: list[str | ToolCall]
-    ) -> list[bytes]:
+    def pieces(self, completion: Completion, chunk: Chunk, pieces: list[Piece]) -> list[bytes]:
         """Events for newly read pieces of one completion."""
         ...
 

@@ -21,7 +21,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from forge_jax.config import UserError, check
 from forge_jax.models.tokenizer import Tokenizer
 
-TOOL_FORMATS = ("hermes", "lookup")
+TOOL_FORMATS = ("hermes", "qwen3_coder", "llama3", "minimax", "json", "lookup")
+REASONING_FORMATS = ("none", "think")
+# What templates have in common whose models write calls so; the first that fits.
+SPELLED = (
+    ("minimax:tool_call", "minimax"),
+    ("<function=", "qwen3_coder"),
+    ("<tool_call>", "hermes"),
+    ("<|python_tag|>", "llama3"),
+    ('"parameters": ', "llama3"),
+)
 BUILT_IN = {"chatml": ("<|im_end|>", "hermes"), "lookup": ("\n", "lookup")}
 # What rendering raises on messages that a template cannot write.
 REFUSALS = (
@@ -44,7 +53,8 @@ class ChatFormat:
 
     template: str  # Jinja2
     end_of_turn: str  # text of the token that closes an assistant turn
-    tool_format: str = "hermes"  # "hermes": <tool_call>JSON</tool_call>; "lookup": ?ARGUMENT
+    tool_format: str = "hermes"  # one of TOOL_FORMATS
+    reasoning: str = "none"  # "think": a reply may begin with <think>...</think>
     bos_token: str = ""  # variables that templates may use
     eos_token: str = ""
 
@@ -52,6 +62,10 @@ class ChatFormat:
         check(
             self.tool_format in TOOL_FORMATS,
             f"tool_format={self.tool_format!r} must be one of {TOOL_FORMATS}",
+        )
+        check(
+            self.reasoning in REASONING_FORMATS,
+            f"reasoning={self.reasoning!r} must be one of {REASONING_FORMATS}",
         )
 
     def render(
@@ -108,6 +122,17 @@ def built_in(name: str) -> ChatFormat:
     end_of_turn, tool_format = BUILT_IN[name]
     template = (Path(__file__).parent / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
     return ChatFormat(template=template, end_of_turn=end_of_turn, tool_format=tool_format)
+
+
+def tool_format_of(template: str) -> str:
+    """How the model behind a template writes tool calls: as the template writes them."""
+    found = (form for words, form in SPELLED if words in template)
+    return next(found, "hermes")
+
+
+def reasoning_of(template: str) -> str:
+    """How the model behind a template reasons: as the template writes it."""
+    return "think" if "</think>" in template else "none"
 
 
 @functools.lru_cache(maxsize=64)

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from forge_jax.config import UserError
-from forge_jax.models.chat import Chat, ChatFormat, built_in, compiled
+from forge_jax.models.chat import (
+    Chat,
+    ChatFormat,
+    built_in,
+    compiled,
+    reasoning_of,
+    tool_format_of,
+)
 from forge_jax.models.hf_files import read_json
 from forge_jax.models.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 
@@ -65,6 +72,7 @@ def write_chat(
         settings[OWN] = {
             "end_of_turn": chat_format.end_of_turn,
             "tool_format": chat_format.tool_format,
+            "reasoning": chat_format.reasoning,
         }
         eos = tokenizer.special_id(chat_format.end_of_turn)
         if eos is not None:
@@ -93,7 +101,8 @@ def _format(
     return ChatFormat(
         template=template,
         end_of_turn=end_of_turn,
-        tool_format=own.get("tool_format", "hermes"),
+        tool_format=own.get("tool_format", tool_format_of(template)),
+        reasoning=own.get("reasoning", reasoning_of(template)),
         bos_token=_token(settings.get("bos_token")),
         eos_token=eos,
     )

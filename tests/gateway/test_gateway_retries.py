@@ -11,8 +11,8 @@ from fake_engine import FakeEngine, Served, chat_of, run, served, slow, text_eng
 from forge_jax.gateway.call import Call
 from forge_jax.gateway.completion import Completion
 from forge_jax.gateway.history import Prompt
+from forge_jax.gateway.parsers.protocol import PlainText
 from forge_jax.gateway.session import Session, stable_seed
-from forge_jax.gateway.tools import PlainText
 from forge_jax.models.tokenizer import ByteTokenizer
 from forge_jax.types import Chunk, Finish, Request, Sampling
 

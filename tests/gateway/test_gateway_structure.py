@@ -12,7 +12,7 @@ from test_gateway_protocols import USER, text_engine
 
 from forge_jax.gateway.calling import reply_grammar
 from forge_jax.gateway.messages import Conversation, Message, ToolCall
-from forge_jax.gateway.tools import parser_for
+from forge_jax.gateway.parsers.formats import parser_for
 from forge_jax.models.tokenizer import ByteTokenizer
 from forge_jax.rollout.grammar import Grammars
 from forge_jax.types import Grammar, Refused

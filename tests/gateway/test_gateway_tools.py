@@ -6,14 +6,9 @@ import random
 import pytest
 
 from forge_jax.gateway.messages import ToolCall, canonical
-from forge_jax.gateway.tools import (
-    HermesParser,
-    LookupParser,
-    PlainText,
-    ToolParser,
-    overlap,
-    parser_for,
-)
+from forge_jax.gateway.parsers.formats import parser_for
+from forge_jax.gateway.parsers.lookup import LookupParser
+from forge_jax.gateway.parsers.protocol import PlainText, ReplyParser, overlap
 
 LOOK = {"name": "look", "parameters": {"properties": {"key": {}, "other": {}}}}
 GOOD = [
@@ -38,7 +33,11 @@ BAD = [
 TEXTS = ["", " ", "\n\n", "Hm.", "a < b <tool", " <tool_call", "</tool_call>", "é🦉 \n", "{}"]
 
 
-def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[ToolCall]]:
+def hermes() -> ReplyParser:
+    return parser_for("hermes", ({"function": LOOK},), "c")
+
+
+def read(parser: ReplyParser, pieces: list[str]) -> tuple[str, list[ToolCall]]:
     out = [found for piece in pieces for found in parser.feed(piece)] + parser.finish()
     assert "" not in out
     return (
@@ -54,7 +53,7 @@ def cut(text: str, rng: random.Random) -> list[str]:
 
 def test_a_number_beyond_all_numbers_is_the_largest() -> None:
     call = '<tool_call>{"name": "f", "arguments": {"x": [1e999, -1E999]}}</tool_call>'
-    [found] = read(HermesParser("c"), [call])[1]
+    [found] = read(hermes(), [call])[1]
     assert found.arguments == '{"x":[1.7976931348623157e+308,-1.7976931348623157e+308]}'
 
 
@@ -64,14 +63,14 @@ def test_how_the_text_is_cut_does_not_matter(seed: int) -> None:
     text = "".join(rng.choice(rng.choice([GOOD, BAD[:-1], TEXTS])) for _ in range(6))
     if rng.random() < 0.3:
         text = text[: rng.randrange(len(text) + 1)]
-    whole = read(HermesParser("c"), [text])
-    assert read(HermesParser("c"), cut(text, rng)) == whole
-    assert read(HermesParser("c"), list(text)) == whole
+    whole = read(hermes(), [text])
+    assert read(hermes(), cut(text, rng)) == whole
+    assert read(hermes(), list(text)) == whole
 
 
 @pytest.mark.parametrize("text", GOOD)
 def test_a_well_formed_call_is_found_and_is_not_content(text: str) -> None:
-    content, calls = read(HermesParser("c"), [f"Say.\n{text}\n"])
+    content, calls = read(hermes(), [f"Say.\n{text}\n"])
     assert content == "Say."
     (call,) = calls
     assert isinstance(json.loads(call.arguments), dict)
@@ -80,26 +79,28 @@ def test_a_well_formed_call_is_found_and_is_not_content(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_a_malformed_call_is_content(text: str) -> None:
-    assert read(HermesParser("c"), [f"Say.\n{text}\n"]) == (f"Say.\n{text}\n", [])
+def test_a_malformed_call_is_content_and_is_counted(text: str) -> None:
+    parser = hermes()
+    assert read(parser, [f"Say.\n{text}\n"]) == (f"Say.\n{text}\n", [])
+    assert parser.malformed == 1
 
 
 def test_a_malformed_call_does_not_hide_the_next_one() -> None:
-    content, calls = read(HermesParser("c"), ["".join([BAD[1], GOOD[0], BAD[7], GOOD[1]])])
+    content, calls = read(hermes(), ["".join([BAD[1], GOOD[0], BAD[7], GOOD[1]])])
     assert content == BAD[1] + BAD[7]
     assert [(c.id, c.name) for c in calls] == [("c_0", "f"), ("c_1", "g")]
 
 
 def test_a_call_may_end_with_the_reply() -> None:
     for end in ("", " ", "</tool_c"):
-        content, calls = read(HermesParser("c"), ['<tool_call>{"name":"f"}' + end])
+        content, calls = read(hermes(), ['<tool_call>{"name":"f"}' + end])
         assert (content, [c.name for c in calls]) == ("", ["f"])
-    assert read(HermesParser("c"), ['<tool_call>{"name":"f'])[0] == '<tool_call>{"name":"f'
+    assert read(hermes(), ['<tool_call>{"name":"f'])[0] == '<tool_call>{"name":"f'
 
 
 def test_text_without_calls_is_left_as_it_is() -> None:
     for text in (" \n", "  a  ", "\na\n\n", "<tool_cal"):
-        assert read(HermesParser("c"), list(text)) == (text, [])
+        assert read(hermes(), list(text)) == (text, [])
 
 
 @pytest.mark.parametrize("seed", range(10))
