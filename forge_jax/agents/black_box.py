@@ -24,7 +24,7 @@ from forge_jax.agents.black_box_text import Facts, environment_of, facts_of, fil
 from forge_jax.agents.faults import environment
 from forge_jax.agents.process import Ended, How, Launch, LocalProcesses, Processes
 from forge_jax.agents.protocol import Workspace
-from forge_jax.agents.sandbox import Sandbox, sandbox_of
+from forge_jax.agents.sandbox import Sandbox, relay_port, sandbox_of
 from forge_jax.config import UserError
 from forge_jax.programs import ProgramConfig
 from forge_jax.types import Outcome, Status, Task
@@ -86,7 +86,7 @@ def gateway_of(url: str) -> tuple[str, int]:
 
 
 def inside(url: str, sandbox: Sandbox) -> str:
-    """`url` as a program in `sandbox` reaches it: a relay is on its loopback, at the same port.
+    """`url` as a program in `sandbox` reaches it: through the relay on its loopback, if any.
 
     Raises UserError where the relay would make a certificate false.
     """
@@ -95,7 +95,8 @@ def inside(url: str, sandbox: Sandbox) -> str:
     parts = urlsplit(url)
     if parts.scheme != "http":
         raise UserError(f"url={url}: agent.sandbox.network=gateway needs http; or take host")
-    return urlunsplit(parts._replace(netloc=f"127.0.0.1:{gateway_of(url)[1]}"))
+    port = relay_port(gateway_of(url)[1])
+    return urlunsplit(parts._replace(netloc=f"127.0.0.1:{port}"))
 
 
 def launch_of(

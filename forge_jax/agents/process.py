@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from forge_jax.agents.faults import EnvironmentFault
-from forge_jax.agents.sandbox import Sandbox, numbers
+from forge_jax.agents.sandbox import Sandbox, numbers, relay_port
 from forge_jax.programs import LimitConfig
 
 BARE = (sys.executable, "-I", "-S")  # starts in milliseconds, and reads no settings of the agent's
@@ -42,7 +42,7 @@ class Launch:
     stdin: str
     folder: str  # of the episode, the only one that it can write
     workdir: str  # below it
-    gateway: tuple[str, int] | None  # host and port that a sandbox without network can reach
+    gateway: tuple[str, int]  # host and port that a sandbox without network can reach
     sandbox: Sandbox
     limits: LimitConfig
 
@@ -139,7 +139,7 @@ def order(launch: Launch) -> dict[str, Any]:
             "limits": resource_limits(limits),
             "walls": box.walls(launch.folder),
             "numbers": numbers(limits.processes),
-            "port": launch.gateway[1] if launch.gateway and box.relays else None,
+            "port": relay_port(launch.gateway[1]) if box.relays else None,
             "drop": box.kind == "namespaces",
         },
     }

@@ -91,6 +91,11 @@ class Sandbox:
         return [_found("bwrap"), "--die-with-parent", *user, *spaces, *made, "--"]
 
 
+def relay_port(port: int) -> int:
+    """Where the gateway's `port` is found inside; not everyone may listen at a low one."""
+    return port if port >= 1024 else port + 40000
+
+
 def numbers(processes: int) -> int:
     """Process numbers for so many processes and their threads; the kernel keeps 300."""
     return 300 + 32 * processes

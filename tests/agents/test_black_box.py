@@ -4,28 +4,24 @@ import asyncio
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stand_in_server import completion, replies, says, stand_in
+from black_box_play import PYTHON, TASK, World, config, episode
+from stand_in_server import replies, stand_in
 
 from forge_jax.agents import black_box_folder as folders
 from forge_jax.agents.black_box import black_box
 from forge_jax.agents.families import agent_of
-from forge_jax.agents.protocol import FolderReader
 from forge_jax.agents.runner import run_episode
 from forge_jax.agents.tasks.hop import world_of
 from forge_jax.config import UserError
 from forge_jax.loading import load
 from forge_jax.programs import ProgramConfig
-from forge_jax.types import Outcome, Status, Task
+from forge_jax.types import Outcome, Status
 
-TASK = Task(family="hop", seed=1)
-PYTHON = [sys.executable, "-S", "-c"]
 ASK = """
 import json, os, urllib.request
 url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
@@ -34,41 +30,6 @@ key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
 call = urllib.request.Request(url, json.dumps(body).encode(), key)
 print(json.load(urllib.request.urlopen(call))["choices"][0]["message"]["content"])
 """
-
-
-@dataclass
-class World:
-    """A workspace that keeps what it is asked to score."""
-
-    prompt: str = "go"
-    broken: str = ""
-    seen: list[str] = field(default_factory=list)
-
-    def setup(self, folder: Path) -> None:
-        self.breaks("setup")
-        (folder / "given").write_text("here")
-
-    def score(self, folder: FolderReader, stdout: str) -> float:
-        self.breaks("score")
-        self.seen.append(stdout)
-        return 1.0
-
-    def breaks(self, where: str) -> None:
-        if self.broken == where:
-            raise OSError(f"no {where}")
-
-
-def config(**settings: Any) -> ProgramConfig:
-    return load(ProgramConfig, {"sandbox": {"kind": "none"}, "stdin": "{prompt}", **settings})
-
-
-def episode(cfg: ProgramConfig, world: World, *texts: str, seconds: float = 60.0) -> Outcome:
-    async def run() -> Outcome:
-        answer, _ = replies(*(completion(says(text)) for text in texts))
-        async with stand_in(answer) as client:
-            return await run_episode(black_box(cfg, lambda task: world), TASK, client, "m", seconds)
-
-    return asyncio.run(run())
 
 
 @pytest.mark.parametrize("kind", ["none", "auto"])
