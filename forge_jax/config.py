@@ -28,6 +28,7 @@ class SchedConfig:
     window: int | None = 8  # W: how far past the head may be consumed; null is greedy
     synchronous: bool = False  # True: a step's groups are all sampled by the newest weights
     episode_seconds: float = 60.0  # an episode that takes longer has timed out
+    pool_seconds: float = 600.0  # that the pool's store may be away before the run ends
 
     def __post_init__(self) -> None:
         check(self.group >= 2, f"group={self.group} must be at least 2 (the baseline is siblings)")
@@ -40,6 +41,7 @@ class SchedConfig:
             "what is left over would be of older weights",
         )
         check(self.episode_seconds > 0, f"episode_seconds={self.episode_seconds} must be > 0")
+        check(self.pool_seconds >= 0, f"pool_seconds={self.pool_seconds} must be >= 0")
 
     @property
     def places(self) -> int:

@@ -13,6 +13,7 @@ MAY_IMPORT = {
     "parts": {"loading"},
     "rolling": {"loading"},
     "programs": {"loading"},
+    "stores": set(),
     "config": {"loading", "parts", "rolling", "programs"},
     "trees": set(),
     "sharding": {"config", "trees"},
@@ -21,16 +22,18 @@ MAY_IMPORT = {
     "models": {"types", "config", "trees", "sharding", "collectives"},
     "rollout": {
         "types", "drawing", "config", "trees", "sharding", "collectives", "models", "attention",
+        "stores",
     },
     "gateway": {"types", "drawing", "config", "models.chat", "models.tokenizer"},
     "agents": {"types", "config", "programs"},
-    "sched": {"types", "drawing", "config"},
+    "sched": {"types", "drawing", "config", "stores"},
     "rl": {
         "types", "drawing", "config", "trees", "sharding", "collectives", "attention", "models",
         "rollout", "gateway", "agents", "sched",
     },
 }  # fmt: skip
 JAX_FREE = {
+    "stores",
     "drawing", "types", "loading", "parts", "rolling", "programs", "config", "gateway", "agents",
     "sched",
 }  # fmt: skip

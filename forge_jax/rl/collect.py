@@ -2,21 +2,30 @@
 
 Tasks go in by number, groups of episodes come out, each number exactly once. A group
 counts as finished only when the pool holds it durably, so a killed run loses work,
-never an item. Everything here runs on one event loop; the window itself is sans-IO.
+never an item. While the pool's store is away, groups wait for it in their places: nothing
+new is admitted. Everything here runs on one event loop; the window itself is sans-IO.
 """
 
 import asyncio
 import dataclasses
+import functools
+import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from forge_jax.agents.sources import TaskSource
+from forge_jax.sched.answers import StoreUnavailable
 from forge_jax.sched.codec import CorruptObject
 from forge_jax.sched.pool import Pool
 from forge_jax.sched.window import WindowedFifo
 from forge_jax.types import Episode, Task
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 Group = tuple[Episode, ...]
+FIRST_WAIT, LONGEST_WAIT = 0.25, 15.0  # seconds between two tries at a store that is away
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,11 +47,16 @@ class Collector:
         pool: Pool,
         source: TaskSource,
         play: Callable[[int, Task], Awaitable[Group]],
+        patience: float,
     ):
+        """`patience`: seconds that the pool's store may be away before StoreUnavailable ends
+        the run."""
         self._window = window
         self._pool = pool
         self._source = source
         self._play = play
+        self._patience = patience
+        self.pool_retries = 0  # calls of the pool that were made again
         self._tasks: dict[int, Task] = {}  # of admitted, unconsumed numbers
         self._stored: set[int] = set()  # numbers whose episodes the pool already holds
         self._running: set[asyncio.Task[None]] = set()
@@ -76,7 +90,7 @@ class Collector:
             del self._tasks[number]
             if refill:
                 self.fill(workers)
-            episodes = await asyncio.to_thread(self._read, number)
+            episodes = await self._durably(functools.partial(self._read, number))
             taken.append(Taken(number=number, lag=lag, episodes=episodes))
         return taken
 
@@ -102,8 +116,23 @@ class Collector:
 
     async def _run(self, number: int, task: Task) -> None:
         episodes = await self._play(number, task)
-        await asyncio.to_thread(self._pool.put, number, episodes)
+        await self._durably(lambda: self._pool.put(number, episodes))
         self._finish(number)
+
+    async def _durably(self, call: Callable[[], T]) -> T:
+        """What a call of the pool gives, made again while the store is away."""
+        began, wait = time.monotonic(), FIRST_WAIT
+        while True:
+            try:
+                return await asyncio.to_thread(call)
+            except StoreUnavailable as error:
+                away = time.monotonic() - began
+                if away + wait > self._patience:
+                    raise
+                logger.warning("the pool is away for %.0f s: %s", away, error)
+                self.pool_retries += 1
+                await asyncio.sleep(wait)
+                wait = min(2 * wait, LONGEST_WAIT)
 
     def _finish(self, number: int) -> None:
         self._window.finish(number)

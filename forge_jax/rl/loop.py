@@ -101,6 +101,7 @@ async def reinforce(
             row = {"step": step} | episode_row(taken) | batch_row(taken, batch.samples, batch.trees)
             row |= drafts_row(before, engine.stats())
             row |= trained | {"seconds_collect": collected - began}
+            row["pool_retries"] = collector.pool_retries
             row["seconds_update"] = time.monotonic() - collected
             record = Step(state=state, cursors=collector.state(), batch=batch, row=row)
             await loop.run_in_executor(device, on_step, record)

@@ -242,6 +242,7 @@ def new_collector(run: Run, up: Serving) -> Collector:
         pool=Pool.open(str(run.folder / "pool")),
         source=TaskSource((run.cfg.task,), seed=run.cfg.seed, split="train"),
         play=lambda number, task: one.group(number, task, sched.group),
+        patience=sched.pool_seconds,
     )
 
 

@@ -2,29 +2,32 @@
 
 Flows in: the episodes of an item. Flows out: the same episodes, in this process or in a
 later one. The invariant: a key holds all of an item or is not there; what is not intact
-is never handed out.
+is never handed out; the first to put an item is the only one.
 
-Under the root, `items/000000000042` is item 42 and `corrupt/000000000042` an object
-that was found damaged there. Calls block; threads may share a pool.
+Under the root, `items/000000000042` is item 42, `corrupt/000000000042` an object that was
+found damaged there, `segments/` holds items that were compacted (`segments`), and in a folder
+`locks/` has what writers lock. Calls block; threads and processes may share a pool.
 """
 
+import fcntl
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import tensorstore as ts
 
 from forge_jax.config import UserError
+from forge_jax.sched.answers import ANSWER_SECONDS, answer, names_under
 from forge_jax.sched.codec import CorruptObject, decode, encode
+from forge_jax.sched.segments import Segments
+from forge_jax.stores import CONTEXT, spec_of
 from forge_jax.types import Episode
 
 _ITEMS = "items/"
 _CORRUPT = "corrupt/"
+_LOCKS = 64  # files that writers of a folder lock, one for every so many items
 _DIGITS = 12
-_OPEN_SECONDS = 60.0  # after which a store that does not answer is not there
-# Files are written under a name that no other write uses, synced, and renamed. The default
-# locks one name per key instead and writes over what a killed writer left in it without
-# cutting it: a shorter object then ends in the bytes of the older one (tensorstore 0.1.86).
-_CONTEXT = {"file_io_locking": {"mode": "none"}, "file_io_sync": True}
 
 
 class Pool:
@@ -32,52 +35,63 @@ class Pool:
 
     An item number names one group for good: putting the same episodes again changes
     nothing, so that a producer that died after a put may repeat it, and putting other
-    episodes raises. One process writes to a pool at a time.
+    episodes raises. Every call may raise StoreUnavailable, and may then be repeated.
     """
 
-    def __init__(self, store: ts.KvStore):
+    def __init__(self, store: ts.KvStore, folder: Path | None = None):
+        """`folder` is where the store's files are: conditional writes to files are no one-step
+        operations, so writers also lock a file there."""
         self._store = store
+        self._folder = folder
+        self._segments = Segments(store)
+        self._absent: bytes = answer(store.read(_ITEMS + "!")).stamp.generation
 
     @classmethod
     def open(cls, location: str) -> "Pool":
-        """Opens the pool at a folder's path or a `file://`, `memory://`, `gs://`, `s3://` URL.
+        """Opens the pool at a folder's path, a `file://`, `memory://`, `gs://`, `s3://` URL, or
+        a kvstore spec of tensorstore as JSON.
 
         A folder is made on the first put; every `memory://` pool is its own. UserError,
         naming the location, where no pool can be.
         """
-        if not location:
-            raise UserError(f"pool={location!r} must be a path or a URL")
-        if "://" in location:
-            spec: str | dict[str, str] = location if location.endswith("/") else f"{location}/"
-        else:
-            spec = {"driver": "file", "path": os.path.abspath(location) + "/"}
         try:
-            store = ts.KvStore.open(spec, context=ts.Context(_CONTEXT)).result()
+            spec = spec_of(location)
+            store = ts.KvStore.open(spec, context=ts.Context(CONTEXT)).result(ANSWER_SECONDS)
             # No key is in this range: an unreachable root is found here, not at the first put.
-            store.list(ts.KvStore.KeyRange(_ITEMS + "!", _ITEMS + "!!")).result(
-                timeout=_OPEN_SECONDS
-            )
-        except (ValueError, NotImplementedError, TimeoutError) as error:
-            reason = str(error) or f"no answer in {_OPEN_SECONDS:g} seconds"
+            store.list(ts.KvStore.KeyRange(_ITEMS + "!", _ITEMS + "!!")).result(ANSWER_SECONDS)
+            full = store.spec().to_json()
+            return cls(store, Path(full["path"]) if full["driver"] == "file" else None)
+        except (ValueError, NotImplementedError, OSError) as error:
+            reason = str(error) or f"no answer in {ANSWER_SECONDS:g} seconds"
             raise UserError(f"pool={location!r} cannot be opened: {reason}") from error
-        return cls(store)
 
-    def put(self, item: int, episodes: Sequence[Episode]) -> None:
+    def put(self, item: int, episodes: Sequence[Episode]) -> bool:
         """Stores an item; on return it survives the death of the process.
 
-        Raises ValueError where an episode is of another item, or where the pool holds
-        other episodes under this number.
+        True where this call stored it, False where the same episodes were there. Raises
+        ValueError where an episode is of another item, or where the pool holds other
+        episodes under this number.
         """
         for episode in episodes:
             if episode.item != item:
                 raise ValueError(f"an episode of item {episode.item} put under item {item}")
-        key, data = _key(item), encode(episodes)
-        present = self._store.read(key).result()
-        if present.state == "value":
-            if present.value == data:
-                return
-            self._refuse_unless_corrupt(key, present)
-        self._store.write(key, data).result()
+        return self.put_object(item, encode(episodes))
+
+    def put_object(self, item: int, data: bytes) -> bool:
+        """`put`, of episodes that are encoded."""
+        key = _key(item)
+        with self._alone(item):
+            while True:
+                # A write that the store did and whose answer was lost is met below as `present`.
+                wrote = answer(self._store.write(key, data, if_equal=self._absent))
+                if wrote.generation:
+                    return self._first(item, key, data, wrote.generation)
+                present = answer(self._store.read(key))
+                if present.state == "missing":
+                    continue
+                if _intact(present.value, key):
+                    return _same(data, present.value, key)
+                self._quarantine(key, present)
 
     def get(self, item: int) -> tuple[Episode, ...]:
         """The episodes of an item.
@@ -85,30 +99,44 @@ class Pool:
         KeyError where it was never put. CorruptObject where it is damaged; the object
         is then moved under `corrupt/`, and the item may be put again.
         """
-        key = _key(item)
-        present = self._store.read(key).result()
-        if present.state == "missing":
-            raise KeyError(key)
+        key, data = _key(item), self.get_object(item)
         try:
-            return decode(present.value, key)
+            return decode(data, key)
         except CorruptObject:
-            self._quarantine(key, present)
+            self._put_aside(item, data)
             raise
+
+    def get_object(self, item: int) -> bytes:
+        """An item as it is stored, perhaps damaged. KeyError where it was never put."""
+        key = _key(item)
+        present = answer(self._store.read(key))
+        if present.state == "value":
+            return present.value
+        compacted = self._segments.read(item)
+        if compacted is None:
+            raise KeyError(key)
+        return compacted
 
     def items(self) -> tuple[int, ...]:
         """Numbers of the items in the pool, in order."""
-        keys = self._store.list(_under(_ITEMS), len(_ITEMS)).result()
-        return tuple(sorted(_number(key.decode()) for key in keys))
+        loose = self.loose()  # first: what is compacted meanwhile is then in a segment
+        self._segments.refresh()
+        return tuple(sorted(self._segments.items().union(loose)))
+
+    def loose(self) -> tuple[int, ...]:
+        """Numbers of the items that have an object of their own, in order."""
+        return tuple(sorted(map(_number, names_under(self._store, _ITEMS))))
 
     def corrupt(self) -> tuple[int, ...]:
         """Numbers of the items of which a damaged object is kept, in order."""
-        keys = self._store.list(_under(_CORRUPT), len(_CORRUPT)).result()
-        return tuple(sorted(_number(key.decode()) for key in keys))
+        return tuple(sorted(map(_number, names_under(self._store, _CORRUPT))))
 
     def delete(self, items: Iterable[int]) -> None:
         """Removes items; those that are not there are no error."""
-        for write in [self._store.write(_key(item), None) for item in items]:
-            write.result()
+        gone = set(items)
+        self._segments.without(gone)
+        for write in [self._store.write(_key(item), None) for item in gone]:
+            answer(write)
 
     def keep_only(self, items: Iterable[int]) -> tuple[int, ...]:
         """Removes every item but these, and says which it removed.
@@ -120,17 +148,88 @@ class Pool:
         self.delete(surplus)
         return surplus
 
-    def _refuse_unless_corrupt(self, key: str, present: ts.KvStore.ReadResult) -> None:
-        try:
-            decode(present.value, key)
-        except CorruptObject:
-            self._quarantine(key, present)
-        else:
-            raise ValueError(f"the pool holds other episodes under {key}")
+    def compact(self, items: Sequence[int]) -> int:
+        """Merges items into one segment; how many it did. Their numbers read as before.
+
+        Damaged ones are put aside, as `get` does. A process may be killed at any moment, and
+        the same items compacted again: an object is deleted only when the segment that has
+        it was read back. One process compacts or deletes at a time.
+        """
+        self._segments.refresh()
+        reads = {item: self._store.read(_key(item)) for item in items}
+        present = {item: answer(read) for item, read in reads.items()}
+        present = {item: found for item, found in present.items() if found.state == "value"}
+        damaged = {i for i, found in present.items() if not _intact(found.value, _key(i))}
+        doubled = {i for i in present if self._segments.holding(i)}
+        for item in damaged | {i for i in doubled if self._segments.read(i) != present[i].value}:
+            self._put_aside(item, present[item].value)  # what a segment has was put first
+        fresh = present.keys() - damaged - doubled
+        if fresh:
+            self._segments.write({item: present[item].value for item in fresh})
+        gone = [
+            self._store.write(_key(item), None, if_equal=present[item].stamp.generation)
+            for item in present.keys() - damaged
+        ]
+        for write in gone:
+            answer(write)
+        return len(fresh)
+
+    def _first(self, item: int, key: str, data: bytes, generation: bytes) -> bool:
+        """True if nobody had put the item before it was stored as this generation."""
+        self._segments.refresh()  # after the write: what was compacted before it is seen
+        compacted = self._segments.read(item) if self._segments.holding(item) else None
+        if compacted is None or not _intact(compacted, key):
+            return True
+        answer(self._store.write(key, None, if_equal=generation))
+        return _same(data, compacted, key)
+
+    def _put_aside(self, item: int, data: bytes) -> None:
+        """Moves the object of an item under `corrupt/`, unless it is no longer `data`."""
+        key = _key(item)
+        with self._alone(item):
+            present = answer(self._store.read(key))
+            if present.state == "value":
+                if present.value == data:
+                    self._quarantine(key, present)
+            elif self._segments.read(item) == data:
+                answer(self._store.write(_CORRUPT + key.removeprefix(_ITEMS), data))
+                self._segments.without({item})
 
     def _quarantine(self, key: str, present: ts.KvStore.ReadResult) -> None:
-        self._store.write(_CORRUPT + key.removeprefix(_ITEMS), present.value).result()
-        self._store.write(key, None).result()
+        answer(self._store.write(_CORRUPT + key.removeprefix(_ITEMS), present.value))
+        # Unless another has healed it meanwhile.
+        answer(self._store.write(key, None, if_equal=present.stamp.generation))
+
+    @contextmanager
+    def _alone(self, item: int) -> Iterator[None]:
+        """Holds, in a folder, the lock of the item; the system frees it when a process dies."""
+        if self._folder is None:
+            with nullcontext():
+                yield
+            return
+        locks = self._folder / "locks"
+        locks.mkdir(parents=True, exist_ok=True)
+        handle = os.open(locks / f"{item % _LOCKS:02d}", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
+
+
+def _same(data: bytes, present: bytes, key: str) -> bool:
+    """False: nothing was stored. Raises ValueError where what is there differs."""
+    if present != data:
+        raise ValueError(f"the pool holds other episodes under {key}")
+    return False
+
+
+def _intact(data: bytes, key: str) -> bool:
+    try:
+        decode(data, key)
+    except CorruptObject:
+        return False
+    return True
 
 
 def _key(item: int) -> str:
@@ -143,7 +242,3 @@ def _number(name: str) -> int:
     if len(name) != _DIGITS or not name.isdecimal():
         raise UserError(f"pool: {name!r} is not the key of an item")
     return int(name)
-
-
-def _under(prefix: str) -> ts.KvStore.KeyRange:
-    return ts.KvStore.KeyRange(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1))

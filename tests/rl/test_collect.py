@@ -45,6 +45,7 @@ def collector(folder: Path, players: Players, n: int = 6, w: int | None = 3) -> 
         pool=Pool.open(str(folder)),
         source=TaskSource(("hop",), seed=0, split="train"),
         play=players.play,
+        patience=60.0,
     )
 
 

@@ -33,9 +33,12 @@ def handler(objects: Objects) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(body)
 
         def do_POST(self) -> None:
-            name = dict(urllib.parse.parse_qsl(urllib.parse.urlsplit(self.path).query))["name"]
-            objects[name] = self.rfile.read(int(self.headers["Content-Length"]))
-            self.reply(200, json.dumps({"name": name, "generation": "1"}).encode())
+            query = dict(urllib.parse.parse_qsl(urllib.parse.urlsplit(self.path).query))
+            name, data = query["name"], self.rfile.read(int(self.headers["Content-Length"]))
+            if query.get("ifGenerationMatch") == "0" and name in objects:
+                return self.reply(412)
+            objects[name] = data
+            return self.reply(200, json.dumps({"name": name, "generation": "1"}).encode())
 
         def do_DELETE(self) -> None:
             self.reply(204 if objects.pop(self.name(), None) is not None else 404)
