@@ -12,10 +12,8 @@ from typing import cast
 
 import numpy as np
 
-from forge_jax.rl.credit import trainable, turn_sample
-from forge_jax.types import Chunk, Engine, Finish, Request, Turn
-
-ABANDONED, SUPPORT_LOST, UNTRAINABLE = "abandoned", "support lost", "untrainable"
+from forge_jax.rl.credit import group_samples, left_out, trainable
+from forge_jax.types import Chunk, Engine, Episode, Outcome, Request, Status, Task, Turn
 
 
 class Counted:
@@ -39,38 +37,37 @@ class Counted:
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """Where the tokens of a session went; its fields are tokens but for the first four."""
+    """Where the tokens of a session go in an episode that is trained on."""
 
     calls: int
-    samples: int  # turns that may be trained on
-    branches: int  # turns that continue no earlier one
-    roots: tuple[int, ...]  # their numbers
-    sampled: int
+    samples: int  # calls that are trained on
+    roots: tuple[int, ...]  # calls that begin a branch: they continue no earlier one
+    sampled: int  # tokens, as the next two
     trained: int
     left_out: Mapping[str, int]  # by reason
 
 
 def account(turns: Sequence[Turn]) -> Account:
-    """The account of a session's turns."""
-    left_out: Counter[str] = Counter()
-    trained = 0
-    for turn in turns:
-        if not trainable(turn):
-            reason = ABANDONED if turn.finish is Finish.ABORT else UNTRAINABLE
-            left_out[reason] += len(turn.output)
-            continue
-        used = int(turn_sample(turn, 1.0).mask.sum())
-        trained += used
-        left_out[SUPPORT_LOST] += len(turn.output) - used
-    roots = tuple(number for number, turn in enumerate(turns) if turn.parent is None)
+    """The account of a session's turns, whose episode did better than another of its group."""
+    group = [_episode(1.0, turns), _episode(0.0, ())]
+    samples = [sample for sample, _ in group_samples(group)]
     return Account(
         calls=len(turns),
-        samples=sum(map(trainable, turns)),
-        branches=len(roots),
-        roots=roots,
+        samples=len(samples),
+        roots=tuple(number for number, turn in enumerate(turns) if turn.parent is None),
         sampled=sum(len(turn.output) for turn in turns),
-        trained=trained,
-        left_out={reason: count for reason, count in left_out.items() if count},
+        trained=sum(int(sample.mask.sum()) for sample in samples),
+        left_out={str(reason): count for reason, count in left_out(group).items() if count},
+    )
+
+
+def _episode(reward: float, turns: Sequence[Turn]) -> Episode:
+    return Episode(
+        item=0,
+        replica=0,
+        task=Task(family="client", seed=0),
+        outcome=Outcome(status=Status.COMPLETED, reward=reward),
+        turns=tuple(turns),
     )
 
 

@@ -10,7 +10,7 @@ import functools
 import pytest
 from playing import ANSWER, WANTED, Case, Played, played, rules
 
-from experiments.client_laws import ABANDONED, account, broken
+from experiments.client_laws import account, broken
 
 FINAL = f'<tool_call>{{"name": "final_answer", "arguments": {{"answer": "{ANSWER}"}}}}</tool_call>'
 CODE = "Thought: look.\n<code>\n%s\n</code>"
@@ -121,5 +121,5 @@ def test_a_client_does_its_task(client: str, number: int) -> None:
     abandoned = case.fault in ("cut", "slow")
     assert told.calls == 2 + abandoned
     assert told.samples == 2
-    assert set(told.left_out) == ({ABANDONED} if abandoned else set())
+    assert set(told.left_out) == ({"abandoned"} if abandoned else set())
     assert len(told.roots) == case.roots + abandoned
