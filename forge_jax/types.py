@@ -17,6 +17,9 @@ from forge_jax.drawing import OPEN as OPEN
 from forge_jax.drawing import Grammar as Grammar
 from forge_jax.drawing import Sampling as Sampling
 from forge_jax.drawing import Support as Support
+from forge_jax.lineage import Branch as Branch
+from forge_jax.lineage import Lineage as Lineage
+from forge_jax.lineage import Rule as Rule
 
 NO_ROUTE = -1  # in place of an expert: none was recorded, the router chooses
 
@@ -145,6 +148,7 @@ class Turn:
     routes: np.ndarray | None = None  # None: not recorded
     support: Support | None = None  # of each output token, as in `Chunk`
     malformed: int = 0  # tool calls begun in the output that its format does not read
+    lineage: Lineage | None = None  # what it took over from earlier calls; None: not recorded
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {
     "drawing": set(),
-    "types": {"drawing"},
+    "lineage": set(),
+    "types": {"drawing", "lineage"},
     "loading": set(),
     "parts": {"loading"},
     "rolling": {"loading"},
@@ -33,9 +34,8 @@ MAY_IMPORT = {
     },
 }  # fmt: skip
 JAX_FREE = {
-    "stores",
-    "drawing", "types", "loading", "parts", "rolling", "programs", "config", "gateway", "agents",
-    "sched",
+    "drawing", "lineage", "types", "loading", "parts", "rolling", "programs", "config", "stores",
+    "gateway", "agents", "sched",
 }  # fmt: skip
 
 

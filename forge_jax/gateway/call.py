@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
+from forge_jax.gateway.branches import Talk
 from forge_jax.gateway.completion import Completion
 from forge_jax.gateway.history import Prompt
 from forge_jax.gateway.messages import Piece
@@ -32,6 +33,7 @@ class Call:
     prompt: Prompt
     arrived: float  # time.monotonic()
     hints: Mapping[str, str]  # what the client's own headers say of its session
+    talk: Talk | None = None  # that it went on from; None: a prompt of text or ids
     completions: tuple[Completion, ...] = ()
     stored_bytes: int = 0  # of the request and what it goes on from, if later calls may refer to it
     delivered: bool = False  # the client was sent all of it

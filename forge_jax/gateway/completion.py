@@ -17,7 +17,7 @@ from forge_jax.gateway.parsers.protocol import ReplyParser
 from forge_jax.gateway.parsers.thoughts import END_THINK
 from forge_jax.gateway.text import TextReader
 from forge_jax.models.tokenizer import Tokenizer
-from forge_jax.types import NO_ROUTE, Chunk, Finish, PromptLogprobs, Request, Turn
+from forge_jax.types import NO_ROUTE, Chunk, Finish, Lineage, PromptLogprobs, Request, Turn
 
 Tops = tuple[tuple[tuple[int, float], ...], ...]  # of each token: ids and log-probs
 Place = tuple[int, int]  # number of a call in its session, number of the choice
@@ -32,6 +32,7 @@ class Completion:
         name: str,
         request: Request,
         parent: Place | None,
+        lineage: Lineage,
         tokenizer: Tokenizer,
         parser: ReplyParser,
     ):
@@ -40,6 +41,7 @@ class Completion:
         self.name = name
         self.request = request
         self.parent = parent
+        self.lineage = lineage
         self.finish: Finish | None = None
         self.stop_text: str | None = None
         self.queue_seconds = 0.0
@@ -157,6 +159,12 @@ class Completion:
     def _closed(self, ids: list[int], count: int) -> bool:
         return END_THINK in self._tokenizer.decode(ids[:count])
 
+    @functools.cached_property
+    def retokenised(self) -> int:
+        """How many of the sampled tokens their text would not become again: those between the
+        first and the last that differ."""
+        return differing(self.output, np.array(self._tokenizer.encode(self.raw_text), np.int32))
+
     def turn(self, parents: Mapping[Place, int], arrived: float, opened: float) -> Turn:
         """The record of this completion; `parents` numbers the turns of the session."""
         return Turn(
@@ -173,7 +181,21 @@ class Completion:
             routes=self.routes,
             support=self.support,
             malformed=self.malformed,
+            lineage=self.lineage,
         )
+
+
+def differing(ids: np.ndarray, other: np.ndarray) -> int:
+    """How many of `ids` lie outside the beginning and the end that both have."""
+    before = common_prefix(ids, other)
+    return len(ids) - before - common_prefix(ids[before:][::-1], other[before:][::-1])
+
+
+def common_prefix(ids: np.ndarray, other: np.ndarray) -> int:
+    """How many ids both begin with."""
+    n = min(len(ids), len(other))
+    differ = np.flatnonzero(ids[:n] != other[:n])
+    return int(differ[0]) if len(differ) else n
 
 
 def tops_of(chunk: Chunk) -> Tops | None:

@@ -8,54 +8,37 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from starlette.types import Receive, Scope, Send
 
+from forge_jax.gateway.answer import Answer
 from forge_jax.gateway.ask import Ask
-from forge_jax.gateway.call import Call, draw
+from forge_jax.gateway.branches import talk_of
+from forge_jax.gateway.call import Call
 from forge_jax.gateway.calling import reply_grammar
 from forge_jax.gateway.completion import Completion
-from forge_jax.gateway.config import GatewayConfig
+from forge_jax.gateway.core import Core
 from forge_jax.gateway.errors import ApiError, ClientGone, from_refusal
 from forge_jax.gateway.exchange import (
     EventStream,
     headers_of,
     read_body,
-    send_body,
     unless_gone,
 )
 from forge_jax.gateway.fields import parse_object
 from forge_jax.gateway.history import Prompt, write_prompt
-from forge_jax.gateway.messages import Conversation, Piece, encoded
-from forge_jax.gateway.metrics import Metrics
+from forge_jax.gateway.messages import Conversation
 from forge_jax.gateway.parsers.formats import reply_parser
 from forge_jax.gateway.parsers.protocol import PlainText, ReplyParser
 from forge_jax.gateway.session import Session, request_digest, session_hints
-from forge_jax.gateway.sessions import Sessions
 from forge_jax.gateway.structure import schema_of
-from forge_jax.gateway.wire import Context, Wire
-from forge_jax.models.chat import Chat, TemplateError
-from forge_jax.types import Chunk, Engine, Facts, Refused, Request, Sampling
+from forge_jax.gateway.wire import Wire
+from forge_jax.models.chat import TemplateError
+from forge_jax.types import Branch, Facts, Lineage, Refused, Request, Sampling
 
 LOG = logging.getLogger(__name__)
-UNREAD_SECONDS = 1.0  # that a client may leave the end of a failed stream unread
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Core:
-    """What every call needs, and shares."""
-
-    engine: Engine
-    chat: Chat
-    model: str
-    config: GatewayConfig
-    sessions: Sessions
-    metrics: Metrics
 
 
 class Endpoint:
@@ -89,18 +72,23 @@ class Endpoint:
         prompt = self._prompt(session, ask)
         digest = request_digest(scope["path"], fields)
         retried = headers.get("x-stainless-retry-count", "0") != "0"
-        number, drawn = session.number(digest, retried)
+        attempt = session.arrive(digest, retried)
+        conversation = ask.source if isinstance(ask.source, Conversation) else None
         call = Call(
-            number=number,
-            draw=drawn,
-            id=session.call_id(number),
+            number=attempt.number,
+            draw=attempt.draw,
+            id=session.call_id(attempt.number),
             digest=digest,
             prompt=prompt,
+            talk=None if conversation is None else talk_of(conversation),
             arrived=arrived,
             hints=session_hints(headers),
             stored_bytes=0 if ask.given is None else len(body) + ask.given.kept_bytes,
         )
-        call.completions = self._completions(session, call, ask)
+        parent = session.replies.parent(prompt.ids)
+        messages = () if conversation is None else conversation.messages
+        lineage = session.lineage(attempt, prompt, parent, call.talk, messages)
+        call.completions = self._completions(session, call, ask, parent, lineage)
         return session, call, ask
 
     def _prompt(self, session: Session, ask: Ask) -> Prompt:
@@ -115,9 +103,15 @@ class Endpoint:
             raise ApiError(400, "the prompt has no tokens", code="empty_prompt")
         return prompt
 
-    def _completions(self, session: Session, call: Call, ask: Ask) -> tuple[Completion, ...]:
+    def _completions(
+        self,
+        session: Session,
+        call: Call,
+        ask: Ask,
+        parent: Completion | None,
+        lineage: Lineage,
+    ) -> tuple[Completion, ...]:
         chat = self._core.chat
-        parent = session.replies.parent(call.prompt.ids)
         temperature = session.temperature if ask.temperature is None else ask.temperature
         stop_ids = (*chat.stop_ids, *ask.stop_ids)
         facts = _facts(call, ask)
@@ -145,6 +139,7 @@ class Endpoint:
                     name=f"{call.id}_{choice}",
                     request=Request(prompt=call.prompt.ids, sampling=sampling, facts=facts),
                     parent=None if parent is None else parent.place,
+                    lineage=Lineage(branch=Branch.PARALLEL) if choice else lineage,
                     tokenizer=chat.tokenizer,
                     parser=self._parser(ask, call, choice),
                 )
@@ -194,70 +189,6 @@ class Endpoint:
             call.task = None
             core.metrics.end(call)
             core.sessions.ended(session, call)
-
-
-class Answer:
-    """Draws the completions of one call and tells them to its client."""
-
-    def __init__(self, core: Core, wire: Wire, session: Session, call: Call, ask: Ask):
-        self._engine = core.engine
-        self._wire = wire
-        self._session = session
-        self._call = call
-        self._context = Context(
-            ask=ask,
-            call=call,
-            model=core.model,
-            created=int(time.time()),
-            tokenizer=core.chat.tokenizer,
-        )
-        self._writer = wire.stream(self._context)
-
-    async def whole(self, send: Send, headers: dict[str, str]) -> None:
-        """One JSON object."""
-
-        async def take(completion: Completion, chunk: Chunk, _: list[Piece]) -> None:
-            if not self._context.ask.echo_only:
-                self._session.learn(completion)
-
-        await draw(self._engine, self._call, take)
-        body = encoded(self._answer())
-        await send_body(send, 200, body, "application/json", headers)
-        if self._context.ask.echo_only:  # what was sampled is nobody's
-            self._call.abort()
-        self._call.delivered = True
-
-    async def stream(self, stream: EventStream) -> None:
-        """Events as the tokens arrive."""
-
-        async def tell(completion: Completion, chunk: Chunk, pieces: list[Piece]) -> None:
-            # Before its client can answer: the next call may come with the last token.
-            self._session.learn(completion)
-            await stream.send(self._writer.pieces(completion, chunk, pieces))
-            self._call.delivered = self._call.finished and not self._wire.told_by_end
-
-        await draw(self._engine, self._call, tell)
-        if self._context.ask.given is not None:  # a client may refer to what it has just heard
-            self._answer()
-        await stream.send(self._writer.end())
-        self._call.delivered = True
-        await stream.end()
-
-    def _answer(self) -> Mapping[str, Any]:
-        """The answer of the finished call, stored if later calls may refer to it."""
-        answer, given = self._wire.answer(self._context), self._context.ask.given
-        if given is not None and not self._session.closed:
-            self._session.stored.add(given, answer, self._call.stored_bytes)
-        return answer
-
-    async def fail(self, stream: EventStream | None, error: ApiError) -> None:
-        """Tells an error: with its status if possible, else in the stream that has begun."""
-        if stream is None or not stream.begun:
-            raise error
-        with suppress(TimeoutError):
-            async with asyncio.timeout(UNREAD_SECONDS):
-                await stream.send(self._writer.error(error))
-                await stream.end()
 
 
 def _sampling(**settings: Any) -> Sampling:

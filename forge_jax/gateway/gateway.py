@@ -17,7 +17,8 @@ from forge_jax.gateway.anthropic_messages import error_body as anthropic_error
 from forge_jax.gateway.chat_completions import CHAT_COMPLETIONS
 from forge_jax.gateway.completions import COMPLETIONS
 from forge_jax.gateway.config import GatewayConfig
-from forge_jax.gateway.endpoint import Core, Endpoint, api_key
+from forge_jax.gateway.core import Core
+from forge_jax.gateway.endpoint import Endpoint, api_key
 from forge_jax.gateway.errors import ApiError, error_body, error_headers
 from forge_jax.gateway.messages import encoded
 from forge_jax.gateway.metrics import Metrics
@@ -151,6 +152,8 @@ class Gateway:
 
 
 def _recorded(session: Session) -> list[Mapping[str, Any]]:
+    turns = session.turns()
+    numbers = {completion.place: number for number, (_, completion, _) in enumerate(turns)}
     return [
         {
             "prompt_ids": turn.prompt.tolist(),
@@ -164,8 +167,19 @@ def _recorded(session: Session) -> list[Mapping[str, Any]]:
             "queue_seconds": turn.queue_seconds,
             "temperature": turn.temperature,
             "hints": call.hints,
+            "branch": completion.lineage.branch,
+            "redone_tokens": completion.lineage.redone,
+            "replies": [
+                {
+                    "rule": reply.rule,
+                    "turn": None if reply.place is None else numbers.get(reply.place),
+                    "tokens": reply.tokens,
+                    "retokenised": reply.retokenised,
+                }
+                for reply in call.prompt.replies
+            ],
         }
-        for call, turn in session.turns()
+        for call, completion, turn in turns
     ]
 
 

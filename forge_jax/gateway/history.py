@@ -9,19 +9,30 @@ changed something.
 """
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from forge_jax.gateway.completion import Completion
+from forge_jax.gateway.completion import Completion, Place
 from forge_jax.gateway.messages import Conversation, Message
 from forge_jax.gateway.parsers.thoughts import END_THINK, THINK
 from forge_jax.models.chat import Chat
+from forge_jax.types import Rule
 
 # Private-use characters around a number that no client can guess.
 SECRET = secrets.token_hex(8)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Returned:
+    """An assistant message that came back, and how it was known."""
+
+    rule: Rule
+    place: Place | None = None  # of the completion whose sampled tokens stand in the prompt
+    tokens: int = 0  # of these
+    retokenised: int = 0  # of these, how many their text would not have become again
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,8 +41,7 @@ class Prompt:
 
     ids: np.ndarray  # i32[P]
     text: str
-    spliced: int = 0  # replies put in as they were sampled
-    foreign: int = 0  # assistant messages written by others, or changed
+    replies: tuple[Returned, ...] = ()  # its assistant messages, in order
 
 
 @dataclass(frozen=True)
@@ -98,7 +108,7 @@ class _Writer:
             self._ids.append(self._encode(piece))
         self._text.append(piece)
 
-    def reply(self, slot: Slot) -> None:
+    def reply(self, slot: Slot) -> Completion:
         """Appends what was sampled: behind exactly these ids if possible, else the newest."""
         chosen = slot.completions[-1]
         if len(slot.completions) > 1:
@@ -109,6 +119,7 @@ class _Writer:
         self._closed = len(output) > 0 and int(output[-1]) == self._end_id
         self._ids.append(output)
         self._text.append(slot.raw)
+        return chosen
 
     def ids(self) -> np.ndarray:
         """i32[P], all ids so far."""
@@ -122,7 +133,7 @@ class _Writer:
 def write_prompt(
     chat: Chat,
     conversation: Conversation,
-    find: Callable[[Message], tuple[Completion, ...]],
+    find: Callable[[Message], tuple[tuple[Completion, ...], Rule]],
     encode: Callable[[str], np.ndarray],
 ) -> Prompt:
     """The prompt of a conversation; `find` knows the session's replies.
@@ -130,11 +141,10 @@ def write_prompt(
     Raises TemplateError where the template refuses the messages.
     """
     slots: list[Slot] = []
-    replies = 0
+    rules: dict[int, Rule] = {}
     for index, message in enumerate(conversation.messages):
         if message.role == "assistant":
-            replies += 1
-            completions = find(message)
+            completions, rules[index] = find(message)
             if completions:
                 slots.append(Slot(index, completions, completions[-1].raw_text))
     text = _render(chat, conversation, slots)
@@ -144,14 +154,32 @@ def write_prompt(
         text = _render(chat, conversation, slots)
         places = _places(slots, text)
     writer, cursor = _Writer(chat, encode), 0
+    spliced: dict[int, Completion] = {}
     for slot, begin, end in places:
         writer.text(text[cursor:begin])
-        writer.reply(slot)
+        spliced[slot.index] = writer.reply(slot)
         cursor = end
     writer.text(text[cursor:])
-    return Prompt(
-        ids=writer.ids(), text=writer.plain(), spliced=len(slots), foreign=replies - len(slots)
-    )
+    return Prompt(ids=writer.ids(), text=writer.plain(), replies=_returned(rules, spliced))
+
+
+def _returned(rules: Mapping[int, Rule], spliced: Mapping[int, Completion]) -> tuple[Returned, ...]:
+    """Assistant messages by their index, as they came to stand in the prompt."""
+    replies = []
+    for index, rule in rules.items():
+        if index not in spliced:
+            replies.append(Returned(rule=Rule.FOREIGN if rule is Rule.FOREIGN else Rule.NOT_KEPT))
+            continue
+        known = spliced[index]
+        replies.append(
+            Returned(
+                rule=rule,
+                place=known.place,
+                tokens=len(known.output),
+                retokenised=known.retokenised,
+            )
+        )
+    return tuple(replies)
 
 
 def _render(chat: Chat, conversation: Conversation, slots: Sequence[Slot]) -> str:

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from forge_jax.gateway.call import Call
-from forge_jax.types import Finish
+from forge_jax.types import Branch, Finish, Rule
 
 HELP = {
     "calls_running": ("gauge", "Calls being served"),
@@ -14,9 +14,16 @@ HELP = {
     "cached_tokens_total": ("counter", "Of those, tokens read from a cache"),
     "sampled_tokens_total": ("counter", "Tokens sampled"),
     "tool_calls_malformed_total": ("counter", "Tool calls of replies that had to stay text"),
-    "replies_spliced_total": ("counter", "Replies in prompts that are the sampled tokens"),
-    "replies_foreign_total": ("counter", "Assistant messages in prompts that nobody sampled so"),
+    "branches_total": ("counter", "Completions begun, by why they begin where they do"),
+    "replies_total": ("counter", "Assistant messages in prompts, by the rule they were known by"),
+    "spliced_tokens_total": ("counter", "Tokens of prompts put there as they were sampled"),
+    "retokenised_tokens_total": (
+        "counter",
+        "Of those, tokens that their text had not become again",
+    ),
+    "redone_tokens_total": ("counter", "Tokens of talks that came back in other tokens"),
 }
+LABELS = {"completions_total": "finish", "branches_total": "branch", "replies_total": "rule"}
 
 
 class Metrics:
@@ -24,14 +31,23 @@ class Metrics:
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
-        self._finishes: Counter[str] = Counter({str(finish): 0 for finish in Finish})
+        self._labelled: dict[str, Counter[str]] = {
+            "completions_total": Counter(dict.fromkeys(Finish, 0)),
+            "branches_total": Counter(dict.fromkeys(Branch, 0)),
+            "replies_total": Counter(dict.fromkeys(Rule, 0)),
+        }
 
     def begin(self, call: Call) -> None:
         """A call is about to be drawn."""
         self._counts["calls_running"] += 1
         self._counts["calls_total"] += 1
-        self._counts["replies_spliced_total"] += call.prompt.spliced
-        self._counts["replies_foreign_total"] += call.prompt.foreign
+        for completion in call.completions:
+            lineage = completion.lineage
+            self._labelled["branches_total"][lineage.branch] += 1
+            self._labelled["replies_total"].update(lineage.replies)
+            self._counts["spliced_tokens_total"] += lineage.spliced_tokens
+            self._counts["retokenised_tokens_total"] += lineage.retokenised
+            self._counts["redone_tokens_total"] += lineage.redone
 
     def end(self, call: Call) -> None:
         """A call has ended, however."""
@@ -39,7 +55,7 @@ class Metrics:
         self._counts["prompt_tokens_total"] += len(call.prompt.ids)
         self._counts["cached_tokens_total"] += call.completions[0].cached_tokens
         for completion in call.completions:
-            self._finishes[str(completion.finish or Finish.ABORT)] += 1
+            self._labelled["completions_total"][completion.finish or Finish.ABORT] += 1
             self._counts["sampled_tokens_total"] += len(completion.output)
             self._counts["tool_calls_malformed_total"] += completion.malformed
 
@@ -49,9 +65,9 @@ class Metrics:
         lines = []
         for name, (kind, words) in HELP.items():
             lines += [f"# HELP forge_{name} {words}", f"# TYPE forge_{name} {kind}"]
-            if name == "completions_total":
-                for finish, count in self._finishes.items():
-                    lines.append(f'forge_{name}{{finish="{finish}"}} {count}')
+            if name in LABELS:
+                for value, count in self._labelled[name].items():
+                    lines.append(f'forge_{name}{{{LABELS[name]}="{value}"}} {count}')
             else:
                 lines.append(f"forge_{name} {counts.get(name, 0)}")
         return "\n".join(lines) + "\n"

@@ -9,6 +9,7 @@ import numpy as np
 
 from forge_jax.gateway.completion import Completion
 from forge_jax.gateway.messages import Message
+from forge_jax.types import Rule
 
 
 class Replies:
@@ -46,25 +47,35 @@ class Replies:
             if self._lengths[end[0]] == 0:
                 del self._lengths[end[0]]
 
-    def find(self, message: Message) -> tuple[Completion, ...]:
-        """Completions that `message` may be, the newest last; () if it is none of ours.
+    def find(self, message: Message) -> tuple[tuple[Completion, ...], Rule]:
+        """Completions that `message` may be, the newest last, and by which rule; () if it is
+        none of ours.
 
         Text may be missing beside known calls (some clients drop it), and so may a thought, but
         neither of them nor a call may differ.
         """
-        return tuple(c for c in self._said(message) if _same_thought(c, message))
+        found, rule = self._said(message)
+        found = tuple(c for c in found if _same_thought(c, message))
+        return found, rule if found else Rule.FOREIGN
 
-    def _said(self, message: Message) -> tuple[Completion, ...]:
+    def _said(self, message: Message) -> tuple[tuple[Completion, ...], Rule]:
         """The same, whatever was thought."""
-        known = next(
-            (self._by_call_id[c.id] for c in message.calls if c.id in self._by_call_id),
-            self._by_name.get(message.reply),
-        )
+        by_call = (self._by_call_id[c.id] for c in message.calls if c.id in self._by_call_id)
+        rule, known = Rule.CALL_ID, next(by_call, None)
         if known is None:
-            return tuple(self._by_key.get(message.key, ()))
+            rule, known = Rule.ITEM_ID, self._by_name.get(message.reply)
+        if known is None:
+            found = tuple(self._by_key.get(message.key, ()))
+            if not found:
+                return (), Rule.FOREIGN
+            told = found[-1].message.key == message.key
+            return found, Rule.CONTENT if told else Rule.CONTENT_WITH_STOP
+        if message.key in _keys(known):
+            return (known,), rule
         calls = known.message.key[1]
-        same = message.key in _keys(known) or (calls and message.key == ("", calls))
-        return (known,) if same else ()
+        if calls and message.key == ("", calls):
+            return (known,), Rule.TEXT_DROPPED
+        return (), Rule.FOREIGN
 
     def parent(self, prompt: np.ndarray) -> Completion | None:
         """The completion whose prompt and output are the longest beginning of `prompt`."""

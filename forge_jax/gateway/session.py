@@ -8,20 +8,36 @@ last attempt counts as finished.
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from forge_jax.gateway.branches import Earlier, Talk, branch_of
 from forge_jax.gateway.call import Call
-from forge_jax.gateway.completion import Completion
+from forge_jax.gateway.completion import Completion, Place, common_prefix
+from forge_jax.gateway.history import Prompt
+from forge_jax.gateway.messages import Message
 from forge_jax.gateway.replies import Replies
 from forge_jax.gateway.stored import StoredResponses, response_id
 from forge_jax.models.chat import Chat
-from forge_jax.types import Finish, Turn
+from forge_jax.types import Branch, Finish, Lineage, Turn
 
 FAILURES_KEPT = 256  # failed attempts remembered while their retries may still come
+COMPARED = 256  # newest calls that a call is compared with, to label its branch
 DELIVERY = ("stream", "stream_options")  # fields that say how an answer comes, not which
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """A request as it arrives: one more attempt at what it asks for."""
+
+    number: int  # of the request in its session, from 0
+    draw: int  # like number, but a retry has that of its first attempt
+    digest: bytes  # of what is asked
+    resent: bool  # attempts before it failed, or were never received
 
 
 class Session:
@@ -57,12 +73,13 @@ class Session:
         self._ids = name if ids is None else ids
         self._requests = 0
         self._draws = 0
+        self._children: dict[Place, Call] = {}  # the newest call that goes on from a completion
         self._failed: dict[bytes, list[int]] = {}  # digest -> draws whose retry may come
         self._pieces: dict[str, np.ndarray] = {}  # ids of the text in the newest prompt
         self._read: dict[str, np.ndarray] = {}
 
-    def number(self, digest: bytes, retried: bool) -> tuple[int, int]:
-        """Number and draw of a call that arrives; `retried`: the client says it is a retry.
+    def arrive(self, digest: bytes, retried: bool) -> Attempt:
+        """Takes note of a call that arrives; `retried`: the client says it is a retry.
 
         A failed or aborted attempt at the same request makes this its retry. So does the
         client's word, and then the newest attempt, finished or running, is taken as never
@@ -79,11 +96,61 @@ class Session:
         if draws is None:
             draw = self._draws
             self._draws += 1
-            return number, draw
+            return Attempt(number=number, draw=draw, digest=digest, resent=False)
         draw = draws.pop(0)
         if not draws:
             del self._failed[digest]
-        return number, draw
+        return Attempt(number=number, draw=draw, digest=digest, resent=True)
+
+    def lineage(
+        self,
+        attempt: Attempt,
+        prompt: Prompt,
+        parent: Completion | None,
+        talk: Talk | None,
+        messages: Sequence[Message],
+    ) -> Lineage:
+        """What a call that begins takes over from those before it; `parent`: the completion
+        that its prompt goes on from, token by token."""
+        branch, gone_on = self._branch(attempt, parent, talk, messages)
+        redone = 0
+        if gone_on is not None:
+            before = np.concatenate([gone_on.request.prompt, gone_on.output])
+            redone = len(before) - common_prefix(before, prompt.ids)
+        return Lineage(
+            branch=branch,
+            replies=dict(Counter(reply.rule for reply in prompt.replies)),
+            spliced_tokens=sum(reply.tokens for reply in prompt.replies),
+            retokenised=sum(reply.retokenised for reply in prompt.replies),
+            redone=redone,
+        )
+
+    def _branch(
+        self,
+        attempt: Attempt,
+        parent: Completion | None,
+        talk: Talk | None,
+        messages: Sequence[Message],
+    ) -> tuple[Branch, Completion | None]:
+        """The label, and the completion whose talk goes on in other tokens."""
+        calls = [call for call in self.calls.values() if not call.aborted]
+        if attempt.resent:
+            return Branch.RESENT, None
+        same = [call for call in calls if call.digest == attempt.digest]
+        if same:
+            return Branch.REPEATED if same[-1].finished else Branch.PARALLEL, None
+        child = None if parent is None else self._children.get(parent.place)
+        if parent is not None and (child is None or child.aborted):
+            return Branch.CONTINUE, None
+        if talk is None:
+            return Branch.UNKNOWN if calls else Branch.ROOT, None
+        compared = [(call.talk, call) for call in calls if call.talk is not None][-COMPARED:]
+        earlier = [_earlier(talk_before, call) for talk_before, call in compared]
+        found = branch_of(talk, messages, earlier)
+        if found.goes_on is None:
+            return found.branch, None
+        index, choice = found.goes_on
+        return found.branch, ended(compared[index][1])[choice]
 
     def seed_of(self, draw: int) -> int | None:
         """The seed of a call that brings none; None if the session has none either."""
@@ -104,6 +171,9 @@ class Session:
     def begin(self, call: Call) -> None:
         """Takes a call that is about to be drawn."""
         self.calls[call.number] = call
+        parent = call.completions[0].parent
+        if parent is not None:
+            self._children[parent] = call
         self._pieces, self._read = self._read, {}
 
     def learn(self, completion: Completion) -> None:
@@ -139,6 +209,7 @@ class Session:
     def forget(self, call: Call) -> None:
         """Drops a call from the record."""
         for completion in call.completions:
+            self._children.pop(completion.place, None)
             self.replies.discard(completion)
         self.stored.discard(response_id(call.id))
         self.calls.pop(call.number, None)
@@ -151,10 +222,10 @@ class Session:
                 call.abort()
                 if call.task is not None:
                     call.task.cancel()
-        return tuple(turn for _, turn in self.turns())
+        return tuple(turn for _, _, turn in self.turns())
 
-    def turns(self) -> list[tuple[Call, Turn]]:
-        """Every completion that ended, in order of arrival, and the call it belongs to."""
+    def turns(self) -> list[tuple[Call, Completion, Turn]]:
+        """Every completion that ended, in order of arrival, between its call and its turn."""
         ended = [
             (call, completion)
             for call in self.calls.values()
@@ -162,7 +233,21 @@ class Session:
             if completion.finish is not None
         ]
         parents = {completion.place: i for i, (_, completion) in enumerate(ended)}
-        return [(call, c.turn(parents, call.arrived, self.opened)) for call, c in ended]
+        return [(call, c, c.turn(parents, call.arrived, self.opened)) for call, c in ended]
+
+
+def ended(call: Call) -> list[Completion]:
+    """The completions of a call that came to their end."""
+    return [c for c in call.completions if c.finish not in (None, Finish.ABORT)]
+
+
+def _earlier(talk: Talk, call: Call) -> Earlier:
+    return Earlier(
+        talk=talk,
+        branch=call.completions[0].lineage.branch,
+        replies=tuple(completion.message for completion in ended(call)),
+        running=not call.finished,
+    )
 
 
 def stable_seed(*words: int) -> int:

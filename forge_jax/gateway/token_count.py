@@ -7,7 +7,8 @@ import numpy as np
 from starlette.types import Receive, Scope, Send
 
 from forge_jax.gateway.anthropic_conversation import read_conversation
-from forge_jax.gateway.endpoint import Core, session_of
+from forge_jax.gateway.core import Core
+from forge_jax.gateway.endpoint import session_of
 from forge_jax.gateway.errors import ApiError, ClientGone
 from forge_jax.gateway.exchange import headers_of, read_body, send_body
 from forge_jax.gateway.fields import parse_object

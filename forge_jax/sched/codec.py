@@ -21,12 +21,12 @@ import numpy as np
 
 from forge_jax.config import UserError
 from forge_jax.drawing import Support
-from forge_jax.types import Episode, Finish, Outcome, Status, Task, Turn
+from forge_jax.types import Branch, Episode, Finish, Lineage, Outcome, Rule, Status, Task, Turn
 
 MAGIC = b"FJEP"
-VERSION = 4
-# 1: before turns had routes, 2: supports, 3: malformed calls
-READABLE = (1, 2, 3, VERSION)
+VERSION = 5
+# 1: before turns had routes, 2: supports, 3: malformed calls, 4: a lineage
+READABLE = (1, 2, 3, 4, VERSION)
 _PREFIX = struct.Struct("<4sHQQ16s")  # magic, version, header bytes, body bytes, digest
 _ALIGN = 8
 
@@ -119,12 +119,16 @@ def _episode(record: Mapping[str, Any], body: memoryview) -> Episode:
 
 def _turn(record: Mapping[str, Any], body: memoryview) -> Turn:
     fields: dict[str, Any] = dict(record)
-    support = fields.pop("support", None)
+    support, lineage = fields.pop("support", None), fields.pop("lineage", None)
     for name, value in fields.items():
         if isinstance(value, dict):
             fields[name] = _array(value, body)
     if support is not None:
         arrays = {name: _array(value, body) for name, value in support.items()}
         fields["support"] = Support(**arrays)
+    if lineage is not None:
+        rules = {Rule(name): count for name, count in lineage["replies"].items()}
+        branch = Branch(lineage["branch"])
+        fields["lineage"] = Lineage(**{**lineage, "branch": branch, "replies": rules})
     fields["finish"] = Finish(record["finish"])
     return Turn(**fields)

@@ -230,7 +230,8 @@ def test_a_message_is_known_by_its_id_unless_its_text_differs(said: str, spliced
             parents = [t["parent"] for t in await up.turns("s")]
             assert parents == [None, 0 if spliced else None]
             assert (
-                f"forge_replies_foreign_total {1 - spliced}" in (await up.http.get("/metrics")).text
+                f'forge_replies_total{{rule="foreign"}} {1 - spliced}'
+                in (await up.http.get("/metrics")).text
             )
 
     run(test)

@@ -92,7 +92,7 @@ def test_a_task_of_two_steps(stream: bool, history: str) -> None:
             second = await ask(input=talk, **after)
             turns = await continued(up, "s")
             assert len(turns) == 2
-            assert "replies_spliced_total 1" in (await up.http.get("/metrics")).text
+            assert [reply["rule"] for reply in turns[1]["replies"]] == ["call_id"]
             if history != "interleaved":
                 assert second.output_text == "It is 42."
             assert second.usage.input_tokens == len(turns[1]["prompt_ids"])

@@ -12,7 +12,7 @@ from forge_jax.gateway.call import Call
 from forge_jax.gateway.completion import Completion
 from forge_jax.gateway.history import Prompt
 from forge_jax.gateway.parsers.protocol import PlainText
-from forge_jax.gateway.session import Session, stable_seed
+from forge_jax.gateway.session import Attempt, Session, stable_seed
 from forge_jax.models.tokenizer import ByteTokenizer
 from forge_jax.types import Chunk, Finish, Request, Sampling
 
@@ -170,36 +170,37 @@ def test_whatever_fails_each_draw_is_one_sample_at_most(seed: int) -> None:
             digest, retried = bytes([rng.randrange(3)]), rng.random() < 0.2
             live = [c for c in session.calls.values() if c.digest == digest and not c.aborted]
             failed = digest in session._failed
-            number, drawn = session.number(digest, retried)
+            attempt = session.arrive(digest, retried)
             if retried and live and not failed:
                 assert live[-1].aborted
-                assert drawn == live[-1].draw
+                assert (attempt.draw, attempt.resent) == (live[-1].draw, True)
                 intended -= live[-1].completions[0].started
-            call = call_of(session, number, drawn, digest)
+            call = call_of(session, attempt)
             session.begin(call)
             running.append(call)
     kept = [call.draw for call in session.calls.values() if not call.aborted]
     assert len(kept) == len(set(kept))
     turns = session.turns()
-    assert sum(turn.finish is not Finish.ABORT for _, turn in turns) == intended
-    assert {c.draw for c, turn in turns if turn.finish is not Finish.ABORT} <= set(kept)
+    assert sum(turn.finish is not Finish.ABORT for _, _, turn in turns) == intended
+    assert {c.draw for c, _, turn in turns if turn.finish is not Finish.ABORT} <= set(kept)
 
 
-def call_of(session: Session, number: int, drawn: int, digest: bytes) -> Call:
-    prompt = Prompt(ids=np.array([number], np.int32), text="")
+def call_of(session: Session, attempt: Attempt) -> Call:
+    prompt = Prompt(ids=np.array([attempt.number], np.int32), text="")
     completion = Completion(
-        place=(number, 0),
-        name=str(number),
+        place=(attempt.number, 0),
+        name=str(attempt.number),
         request=Request(prompt=prompt.ids, sampling=Sampling()),
         parent=None,
+        lineage=session.lineage(attempt, prompt, None, None, ()),
         tokenizer=ByteTokenizer(),
         parser=PlainText(),
     )
     return Call(
-        number=number,
-        draw=drawn,
-        id=session.call_id(number),
-        digest=digest,
+        number=attempt.number,
+        draw=attempt.draw,
+        id=session.call_id(attempt.number),
+        digest=attempt.digest,
         prompt=prompt,
         arrived=0.0,
         hints={},

@@ -167,7 +167,11 @@ def test_models_health_and_metrics() -> None:
             assert lines['forge_completions_total{finish="stop"}'] == "3"
             assert lines["forge_sampled_tokens_total"] == "6"
             assert lines["forge_cached_tokens_total"] == "3"
-            assert lines["forge_replies_spliced_total"] == "1"
-            assert lines["forge_replies_foreign_total"] == "1"
+            assert lines['forge_replies_total{rule="content"}'] == "1"
+            assert lines['forge_replies_total{rule="foreign"}'] == "1"
+            assert lines['forge_branches_total{branch="root"}'] == "1"
+            assert lines['forge_branches_total{branch="continue"}'] == "1"
+            assert lines['forge_branches_total{branch="history_edited"}'] == "1"
+            assert lines["forge_spliced_tokens_total"] == "2"
 
     run(test)

@@ -4,7 +4,18 @@ import dataclasses
 
 import numpy as np
 
-from forge_jax.types import Episode, Finish, Outcome, Status, Support, Task, Turn
+from forge_jax.types import (
+    Branch,
+    Episode,
+    Finish,
+    Lineage,
+    Outcome,
+    Rule,
+    Status,
+    Support,
+    Task,
+    Turn,
+)
 
 
 def random_turn(rng: np.random.Generator, largest: int = 12) -> Turn:
@@ -24,7 +35,18 @@ def random_turn(rng: np.random.Generator, largest: int = 12) -> Turn:
         queue_seconds=0.1 + 0.2,
         routes=None if rng.random() < 0.5 else random_routes(rng, prompt + output),
         support=None if rng.random() < 0.5 else random_support(rng, output),
+        lineage=None if rng.random() < 0.5 else random_lineage(rng),
         malformed=int(rng.integers(3)),
+    )
+
+
+def random_lineage(rng: np.random.Generator) -> Lineage:
+    return Lineage(
+        branch=list(Branch)[rng.integers(len(Branch))],
+        replies={rule: int(rng.integers(9)) for rule in Rule if rng.random() < 0.5},
+        spliced_tokens=int(rng.integers(99)),
+        retokenised=int(rng.integers(9)),
+        redone=int(rng.integers(9)),
     )
 
 

@@ -117,3 +117,20 @@ def test_turns_written_before_there_were_routes_have_none(monkeypatch: pytest.Mo
     monkeypatch.undo()
     assert b"routes" not in older
     assert same(decode(older, KEY), (episode,))
+
+
+def test_turns_written_before_there_was_a_lineage_have_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    [episode] = with_prompt(np.arange(3))
+    turns = tuple(dataclasses.replace(turn, lineage=None) for turn in episode.turns)
+    episode = dataclasses.replace(episode, turns=turns)
+    all_fields = dataclasses.fields
+    monkeypatch.setattr(codec, "VERSION", 4)
+    monkeypatch.setattr(
+        dataclasses, "fields", lambda x: [f for f in all_fields(x) if f.name != "lineage"]
+    )
+    older = encode([episode])
+    monkeypatch.undo()
+    assert b"lineage" not in older
+    assert same(decode(older, KEY), (episode,))
