@@ -26,6 +26,9 @@ class Grammar:
     # or rules, in llguidance's dialect of Lark or, where they have "::=", in GBNF.
     text: str
     source: str = field(default="grammar", compare=False)  # the field that asked, for errors
+    # Tags of a thought that may come first, any text between; an opening tag of "" is there, as if
+    # the prompt had it, and the thought has to end. None: no thought.
+    thought: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

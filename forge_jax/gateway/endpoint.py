@@ -117,7 +117,7 @@ class Endpoint:
         facts = _facts(call, ask)
         grammar = ask.answer
         if isinstance(ask.source, Conversation):
-            grammar = reply_grammar(ask.source, grammar, chat.format.tool_format)
+            grammar = reply_grammar(ask.source, grammar, chat.format, call.prompt.text)
         completions = []
         for choice in range(ask.n):
             sampling = _sampling(

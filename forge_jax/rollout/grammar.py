@@ -62,13 +62,41 @@ class Grammars:
         if not self._stop_ids:
             raise _refused(grammar, "the model has no stop id to end a text with")
         try:
-            text = _written(grammar)
+            text = self._whole(grammar)
         except Exception as error:  # of a converter, which raises what it likes
             raise _refused(grammar, str(error)) from error
         made = LLMatcher(self._vocabulary, text, log_level=0, limits=LIMITS)
         if made.is_error():
             raise _refused(grammar, made.get_error())
         return made
+
+    def _whole(self, grammar: Grammar) -> str:
+        """A grammar as llguidance reads it, behind a thought if one may come. Raises where that
+        cannot be."""
+        written = _written(grammar)
+        if grammar.thought is None:
+            return written
+        begin, end = map(self._tag, grammar.thought)
+        rules = [
+            "start: thought @answer"
+            if grammar.thought[0] == ""
+            else f"start: ({begin} thought)? @answer",
+            "thought: thinking SPACE",
+            # A control token is no text: no text goes on behind it that may end a thought too.
+            f"thinking: TEXT {end}" if end.startswith("<") else f"thinking[lazy]: TEXT {end}",
+            "TEXT: /(.|\\n)*/",
+            "SPACE: /\\n{0,2}/",
+        ]
+        answer = {"lark_grammar": written}
+        if written.startswith("{"):  # as the compiler writes schemas and expressions
+            (answer,) = json.loads(written)["grammars"]
+        outer = {"name": "reply", "lark_grammar": "\n".join(rules)}
+        return json.dumps({"grammars": [outer, {**answer, "name": "answer"}]})
+
+    def _tag(self, text: str) -> str:
+        """A tag as rules quote it."""
+        index = self._tokenizer.special_id(text)
+        return f"<[{index}]>" if index in self._tokenizer.control_ids else json.dumps(text)
 
     @functools.cached_property
     def _vocabulary(self) -> LLTokenizer:

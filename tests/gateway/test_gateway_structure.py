@@ -13,6 +13,7 @@ from test_gateway_protocols import USER, text_engine
 from forge_jax.gateway.calling import reply_grammar
 from forge_jax.gateway.messages import Conversation, Message, ToolCall
 from forge_jax.gateway.parsers.formats import parser_for
+from forge_jax.models.chat import ChatFormat
 from forge_jax.models.tokenizer import ByteTokenizer
 from forge_jax.rollout.grammar import Grammars
 from forge_jax.types import Grammar, Refused
@@ -163,6 +164,13 @@ def drawn(grammar: Grammar | None, seed: int, stop: int = END, start: str = "") 
     return bytes(out).decode("utf-8", "replace")
 
 
+def grammar_of(
+    said: Conversation, answer: Grammar | None, form: str, reasoning: str = "none", prompt: str = ""
+) -> Grammar | None:
+    chat = ChatFormat(template="", end_of_turn="<|im_end|>", tool_format=form, reasoning=reasoning)
+    return reply_grammar(said, answer, chat, prompt)
+
+
 def read(reply: str, form: str, tools: tuple) -> list[str | ToolCall]:
     parser = parser_for(form, tools, "c")
     return [*parser.feed(reply), *parser.finish()]
@@ -185,13 +193,13 @@ def check_call(call: str | ToolCall) -> None:
 def test_a_required_call_is_one_that_the_parser_reads(tools: tuple) -> None:
     counts = set()
     for seed in range(12):
-        reply = drawn(reply_grammar(talk(*tools, must=True), None, "hermes"), seed)
+        reply = drawn(grammar_of(talk(*tools, must=True), None, "hermes"), seed)
         calls = read(reply, "hermes", tools)
         counts.add(len(calls))
         for call in calls:
             check_call(call)
     assert min(counts) == 1 < max(counts)
-    single = reply_grammar(talk(*tools, must=True, parallel=False), None, "hermes")
+    single = grammar_of(talk(*tools, must=True, parallel=False), None, "hermes")
     assert all(len(read(drawn(single, s), "hermes", tools)) == 1 for s in range(12))
 
 
@@ -200,7 +208,7 @@ def test_a_call_may_come_in_place_of_a_formatted_answer() -> None:
                      source="response_format")  # fmt: skip
     kinds = set()
     for seed in range(20):
-        reply = drawn(reply_grammar(talk(ITEM), wanted, "hermes"), seed)
+        reply = drawn(grammar_of(talk(ITEM), wanted, "hermes"), seed)
         for piece in read(reply, "hermes", (ITEM,)):
             kinds.add(type(piece))
             if isinstance(piece, str):
@@ -208,12 +216,12 @@ def test_a_call_may_come_in_place_of_a_formatted_answer() -> None:
             else:
                 check_call(piece)
     assert kinds == {str, ToolCall}
-    required = reply_grammar(talk(ITEM, must=True), wanted, "hermes")
+    required = grammar_of(talk(ITEM, must=True), wanted, "hermes")
     check_call(read(drawn(required, 0), "hermes", (ITEM,))[0])
 
 
 def test_strict_tools_bind_calls_and_leave_text_alone() -> None:
-    grammar = reply_grammar(talk(ITEM, BARE), None, "hermes")
+    grammar = grammar_of(talk(ITEM, BARE), None, "hermes")
     assert drawn(grammar, 3, start="any 日本 <tool text").startswith("any 日本 <tool text")
     names = set()
     for seed in range(20):
@@ -225,12 +233,12 @@ def test_strict_tools_bind_calls_and_leave_text_alone() -> None:
             check_call(call)
             names.add(call.name)
     assert ITEM["function"]["name"] in names
-    assert reply_grammar(talk(LOOK, BARE), None, "hermes") is None
+    assert grammar_of(talk(LOOK, BARE), None, "hermes") is None
 
 
 def test_the_lookup_format_has_its_own_calls() -> None:
     for seed in range(5):
-        grammar = reply_grammar(talk(LOOK, must=True), None, "lookup")
+        grammar = grammar_of(talk(LOOK, must=True), None, "lookup")
         (call,) = read(drawn(grammar, seed, stop=NEWLINE), "lookup", (LOOK,))
         assert isinstance(call, ToolCall)
         assert call.name == "look"
