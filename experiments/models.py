@@ -14,6 +14,9 @@ from experiments.runs import is_run, run_config, run_model
 from forge_jax.config import UserError, load
 from forge_jax.models.chat import Chat, built_in
 from forge_jax.models.config import ModelConfig
+from forge_jax.models.gguf import GgufFile, gguf_chat, gguf_config
+from forge_jax.models.hf_chat import read_chat
+from forge_jax.models.hf_config import read_config
 from forge_jax.models.load import LoadedModel, build, load_folder, load_gguf
 from forge_jax.models.tokenizer import ByteTokenizer
 
@@ -42,6 +45,23 @@ def preset(name: str) -> tuple[ModelConfig, Chat]:
     mapping = OmegaConf.to_container(OmegaConf.load(PRESETS / f"{name}.yaml"))
     read = load(Preset, mapping)  # type: ignore[arg-type]
     return read.config, Chat(tokenizer=ByteTokenizer(), format=built_in(read.chat))
+
+
+def chat_of(name_or_path: str) -> tuple[Chat, str]:
+    """Tokenizer and chat format of what `resolve` takes, and its name, without the weights.
+
+    Raises UserError as `resolve`.
+    """
+    path = Path(name_or_path)
+    if name_or_path in presets() or not name_or_path or not path.exists():
+        return preset(name_or_path)[1], name_or_path
+    if path.is_file():
+        file = GgufFile(path.resolve())
+        return gguf_chat(file, gguf_config(file).vocab), path.stem
+    if is_run(name_or_path):
+        return chat_of(run_config(name_or_path).model)
+    folder = path.resolve()
+    return read_chat(folder, read_config(folder / "config.json").vocab), folder.name
 
 
 def resolve(

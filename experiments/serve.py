@@ -2,6 +2,7 @@
 
     python -m experiments.serve model=NAME_OR_DIR [port=8000] [host=127.0.0.1]
     python -m experiments.serve engine=scripted script=FILE.json [model=NAME_OR_DIR]
+    python -m experiments.serve engine=vllm|sglang engine_url=http://... model=NAME_OR_DIR
 
 Prints one JSON line with the URL when it can answer; it is the last line of stdout.
 """
@@ -21,7 +22,16 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.command import command
 from experiments.watch import WatchConfig, watched
-from forge_jax.config import MeshConfig, RolloutConfig, UserError, check, load
+from forge_jax.config import (
+    ENGINES,
+    ExternalConfig,
+    MeshConfig,
+    RolloutConfig,
+    UserError,
+    check,
+    check_engine,
+    load,
+)
 from forge_jax.gateway.config import GatewayConfig
 from forge_jax.gateway.gateway import Gateway
 from forge_jax.models.chat import Chat, built_in
@@ -35,7 +45,7 @@ from forge_jax.types import Engine
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-ENGINES = ("real", "scripted")
+KINDS = (*ENGINES, "scripted")
 Opened = tuple[Engine, Stats, Chat, str]  # with the name of the model
 DEFAULT_CONTEXT = 2048  # tokens, where the model allows more and nobody asks
 
@@ -98,6 +108,8 @@ class Config:
     model: str | None = None
     engine: str = "real"
     script: str | None = None  # rules of a scripted engine
+    engine_url: str | None = None  # of an engine elsewhere
+    external: ExternalConfig = field(default_factory=ExternalConfig)
     host: str = "127.0.0.1"
     port: int = 0  # 0 takes a free one
     admin_key: str | None = None  # None: generated, and written to a file
@@ -111,23 +123,35 @@ class Config:
     watch: WatchConfig = field(default_factory=WatchConfig)
 
     def __post_init__(self) -> None:
-        check(self.engine in ENGINES, f"engine={self.engine!r} must be one of {ENGINES}")
+        check(self.engine in KINDS, f"engine={self.engine!r} must be one of {KINDS}")
+        check_engine(self.engine, self.engine_url, self.external)
+        fixed = ExternalConfig()
+        check(
+            (self.external.update, self.external.folder) == (fixed.update, fixed.folder),
+            "external.update and external.folder go with training: nobody replaces weights here",
+        )
         check(0 <= self.port < 65536, f"port={self.port} must be from 0 to 65535")
         check(self.replicas >= 1, f"replicas={self.replicas} must be at least 1")
         check(self.admin_key != "", "admin_key='' must not be empty")
         scripted = self.engine == "scripted"
-        check(scripted or self.model is not None, "model=null: engine=real needs a model")
+        check(scripted or self.model is not None, f"model=null: engine={self.engine} needs a model")
         check(
             scripted == (self.script is not None),
             f"script={self.script!r} goes with engine=scripted and with no other",
         )
+        real, sized = self.engine == "real", Sizes(context=self.rollout.context)
         check(
-            not scripted or self.replicas == 1,
-            f"replicas={self.replicas} goes with engine=real: one engine=scripted is enough",
+            real or self.replicas == 1,
+            f"replicas={self.replicas} goes with engine=real: one engine={self.engine} is enough",
         )
         check(
-            not scripted or (self.mesh == MeshConfig() and self.prefill is None),
-            "mesh goes with engine=real: engine=scripted computes nothing that it could cut",
+            real or (self.mesh == MeshConfig() and self.prefill is None),
+            f"mesh goes with engine=real: engine={self.engine} computes nothing that it could cut",
+        )
+        check(
+            real or scripted or self.rollout == sized,
+            f"rollout but for context goes with engine=real: engine={self.engine} is sized where "
+            "it runs",
         )
 
 
@@ -151,7 +175,8 @@ async def serve(cfg: Config) -> None:
 
 async def answer(cfg: Config) -> None:
     """Tells when it can answer, and answers until it is cancelled."""
-    opened = scripted_engine(cfg) if cfg.engine == "scripted" else real_engine(cfg)
+    openers = {"scripted": scripted_engine, "real": real_engine}
+    opened = openers.get(cfg.engine, external_engine)(cfg)
     with admin_key(cfg.admin_key) as (key, file):
         async with opened as (made, stats, chat, name):
             with watched(cfg.watch, made, stats, name) as (engine, exposition):
@@ -183,6 +208,31 @@ async def scripted_engine(cfg: Config) -> AsyncIterator[Opened]:
     rules = read_script(cfg.script)
     engine = ScriptedEngine(rules, chat.tokenizer, stop_id=chat.stop_ids[0])
     yield engine, dict, chat, name
+
+
+@asynccontextmanager
+async def external_engine(cfg: Config) -> AsyncIterator[Opened]:
+    """An engine elsewhere, with the tokenizer and the chat format of `model`."""
+    from experiments.models import chat_of
+    from forge_jax.rollout.external.engine import ExternalEngine
+
+    assert cfg.model is not None
+    assert cfg.engine_url is not None
+    chat, name = chat_of(cfg.model)
+    engine = ExternalEngine(
+        cfg.engine,
+        cfg.engine_url,
+        cfg.external,
+        context=cfg.rollout.context,
+        stop_ids=chat.stop_ids,
+        tokenizer=chat.tokenizer,
+        folder=None,
+    )
+    await engine.warm_up()
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(engine.serve())
+        yield engine, engine.stats, chat, name
+        running.cancel()
 
 
 @asynccontextmanager

@@ -12,8 +12,11 @@ from forge_jax.parts import MoeConfig as MoeConfig
 from forge_jax.parts import MtpConfig as MtpConfig
 from forge_jax.programs import ProgramConfig as ProgramConfig
 from forge_jax.rolling import DTYPES as DTYPES
+from forge_jax.rolling import ENGINES as ENGINES
 from forge_jax.rolling import UPDATES as UPDATES
+from forge_jax.rolling import ExternalConfig as ExternalConfig
 from forge_jax.rolling import RolloutConfig as RolloutConfig
+from forge_jax.rolling import check_engine as check_engine
 
 REMAT = ("none", "block", "attention", "offload")  # see `forge_jax.models.remat`
 
@@ -180,6 +183,9 @@ class TrainConfig:
     audit_versions: int = 4  # past weights kept to check the sampler's log-probs against
     resume: str | None = None  # folder of the run to continue
     agent: ProgramConfig | None = None  # that is trained; null: the task family's own
+    engine: str = "real"  # what samples: real, our own | vllm | sglang, elsewhere
+    engine_url: str | None = None  # of an engine elsewhere
+    external: ExternalConfig = field(default_factory=ExternalConfig)
     warm: WarmConfig = field(default_factory=WarmConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -200,6 +206,14 @@ class TrainConfig:
         check(self.ratio_cap > 0, f"ratio_cap={self.ratio_cap} must be > 0")
         check(self.temperature > 0, f"temperature={self.temperature} must be > 0 to train")
         check(self.audit_versions >= 0, f"audit_versions={self.audit_versions} must be >= 0")
+        check(self.engine in ENGINES, f"engine={self.engine!r} must be one of {ENGINES}")
+        check_engine(self.engine, self.engine_url, self.external)
+        sized = RolloutConfig(context=self.rollout.context, dtype=self.rollout.dtype)
+        check(
+            self.engine == "real" or self.rollout == sized,
+            f"rollout but for context and dtype goes with engine=real: engine={self.engine} "
+            "is sized where it runs",
+        )
         check(
             not (self.lora.rank and self.mtp.weight),
             f"lora.rank={self.lora.rank} trains adapters alone, "

@@ -1,4 +1,4 @@
-"""Configuration of the rollout engine."""
+"""Configuration of the rollout engine, and of one elsewhere."""
 
 import math
 from dataclasses import dataclass
@@ -8,6 +8,8 @@ from forge_jax.loading import check
 DTYPES = ("float32", "bfloat16")  # that layers are computed in
 UPDATES = ("keep", "recompute", "wait", "abort")  # see `forge_jax.rollout.engine`
 PAGED = ("auto", "xla", "pallas")  # see `forge_jax.attention.paged`
+ENGINES = ("real", "vllm", "sglang")  # our own, or one elsewhere, see `forge_jax.rollout.external`
+EXTERNAL_UPDATES = ("recompute", "wait", "abort")  # see `forge_jax.rollout.external.engine`
 SPECULATE = ("off", "mtp", "ngram")  # what drafts: nothing, the model's modules, earlier text
 
 
@@ -129,3 +131,36 @@ class RolloutConfig:
         """Slots that may read a common prefix together: a power of two that divides those of a
         place."""
         return math.gcd(self.place_slots, 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExternalConfig:
+    """How an engine elsewhere is treated."""
+
+    update: str = "recompute"  # what new weights do to running requests: recompute | wait | abort
+    seeds: bool = True  # seeds must count; False: requests do not repeat
+    key_variable: str | None = None  # environment variable with the engine's API key
+    folder: str | None = None  # that weights are published in, on both machines; null: the run's
+    patience_seconds: float = 60.0  # without an answer of the engine, until a run ends
+
+    def __post_init__(self) -> None:
+        known = ", ".join(EXTERNAL_UPDATES)
+        check(self.update in EXTERNAL_UPDATES, f"update={self.update!r} must be one of {known}")
+        check(self.patience_seconds > 0, f"patience_seconds={self.patience_seconds} must be > 0")
+
+
+def check_engine(engine: str, url: str | None, external: ExternalConfig) -> None:
+    """Raises ValueError unless `url` and `external` go with the kind of `engine`."""
+    elsewhere = engine in ("vllm", "sglang")
+    check(
+        elsewhere == (url is not None),
+        f"engine_url={url!r} goes with engine=vllm or sglang, and with no other",
+    )
+    check(
+        url is None or url.startswith(("http://", "https://")),
+        f"engine_url={url!r} must begin with http:// or https://",
+    )
+    check(
+        elsewhere or external == ExternalConfig(),
+        f"external goes with engine=vllm or sglang, not with engine={engine}",
+    )

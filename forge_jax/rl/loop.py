@@ -23,7 +23,7 @@ from forge_jax.rl.measure import batch_row, drafts_row, episode_row
 from forge_jax.rl.parallel import update
 from forge_jax.rl.state import TrainState
 from forge_jax.rl.step import StepConfig
-from forge_jax.rollout.engine import RolloutEngine
+from forge_jax.rollout.policy import PolicyEngine
 from forge_jax.sched.cost import CostModel, Fit
 from forge_jax.sched.pack import micro_batches
 from forge_jax.types import MicroBatch, Sample, Turn
@@ -66,7 +66,7 @@ async def reinforce(
     cfg: TrainConfig,
     step_cfg: StepConfig,
     collector: Collector,
-    engine: RolloutEngine,
+    engine: PolicyEngine,
     device: Executor,
     on_step: Callable[[Step], None],
     base: Any = None,

@@ -107,7 +107,7 @@ def drafts_row(before: Mapping[str, float], now: Mapping[str, float]) -> dict[st
     verify; `speculation_speedup` compares seconds, see `rollout.speculator`.
     """
     gained = {name: value - before.get(name, 0) for name, value in now.items()}
-    if not gained["draft_tokens"]:
+    if not gained.get("draft_tokens"):
         return {}
     row = {
         "acceptance": gained["accepted_tokens"] / gained["draft_tokens"],

@@ -33,7 +33,7 @@ from forge_jax.rl.measure import Totals, mean
 from forge_jax.rl.play import Player
 from forge_jax.rl.plots import draw_curves, draw_forest
 from forge_jax.rl.report import Reporter, progress, write_whole
-from forge_jax.rl.serving import Serving, serving
+from forge_jax.rl.serving import Serving, engine_elsewhere, serving
 from forge_jax.rl.start import Start, beginning, prepared, step_config
 from forge_jax.rl.state import TrainState
 from forge_jax.rollout.fitting import check_model, over_places
@@ -103,7 +103,9 @@ async def play(run: Run, start: Start) -> dict[str, Any]:
     """Everything that needs agents: evaluation, reinforcement learning, evaluation."""
     # The engine's copy is taken before the first update.
     params = merge(tuned(start.base, start.state.params), run.cfg.lora)
-    async with serving(run.model, params, start.step, sizes(run.cfg), run.device) as up:
+    published = run.folder / "weights"
+    elsewhere = engine_elsewhere(run.cfg, run.model, published, start.step, run.device)
+    async with serving(run.model, params, start.step, sizes(run.cfg), run.device, elsewhere) as up:
         collector = new_collector(run, up)
         keeper = await opened(run, up, start, collector)
         state = await reinforce(

@@ -10,22 +10,26 @@ from collections.abc import AsyncIterator
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from openai import AsyncOpenAI
 
-from forge_jax.config import RolloutConfig
+from forge_jax.config import RolloutConfig, TrainConfig
 from forge_jax.gateway.config import GatewayConfig
 from forge_jax.gateway.gateway import Gateway
 from forge_jax.models.load import LoadedModel
 from forge_jax.rollout.engine import RolloutEngine
+from forge_jax.rollout.external.engine import ExternalEngine
+from forge_jax.rollout.external.published import Folder
+from forge_jax.rollout.policy import PolicyEngine
 
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
     """What is up while the context is open."""
 
-    engine: RolloutEngine
+    engine: PolicyEngine
     gateway: Gateway
     url: str
     client: AsyncOpenAI
@@ -33,13 +37,19 @@ class Serving:
 
 @asynccontextmanager
 async def serving(
-    model: LoadedModel, params: Any, version: int, cfg: RolloutConfig, device: Executor
+    model: LoadedModel,
+    params: Any,
+    version: int,
+    cfg: RolloutConfig,
+    device: Executor,
+    elsewhere: ExternalEngine | None = None,
 ) -> AsyncIterator[Serving]:
-    """Serves a copy of `params`, taken before any later job of `device`, as `version`.
+    """Serves a copy of `params`, taken before any later job of `device`, as `version`; by an
+    engine of our own or, if there is one, `elsewhere`.
 
     A fault of the engine ends the body of the context with that fault.
     """
-    engine = RolloutEngine(
+    engine: PolicyEngine = elsewhere or RolloutEngine(
         model.cfg,
         params,
         stop_ids=model.chat.stop_ids,
@@ -58,10 +68,32 @@ async def serving(
     )
     async with asyncio.TaskGroup() as group:
         await engine.warm_up()
+        if elsewhere is not None:
+            await elsewhere.swap(version, params)
         running = group.create_task(engine.serve())
         async with gateway.running() as url, shared_client(url) as client:
             yield Serving(engine=engine, gateway=gateway, url=url, client=client)
         running.cancel()
+
+
+def engine_elsewhere(
+    cfg: TrainConfig, model: LoadedModel, folder: Path, version: int, device: Executor
+) -> ExternalEngine | None:
+    """The engine that `cfg` names, None where it is our own; it reads weights from `folder`
+    unless `cfg` has another. Raises UserError where its key is missing."""
+    if cfg.engine_url is None:
+        return None
+    root = folder if cfg.external.folder is None else Path(cfg.external.folder)
+    return ExternalEngine(
+        cfg.engine,
+        cfg.engine_url,
+        cfg.external,
+        context=cfg.rollout.context,
+        stop_ids=model.chat.stop_ids,
+        tokenizer=model.chat.tokenizer,
+        folder=Folder(root, model.cfg, cfg.rollout.dtype, device),
+        version=version,
+    )
 
 
 def shared_client(url: str) -> AsyncOpenAI:

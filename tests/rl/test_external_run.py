@@ -1,0 +1,48 @@
+"""A run that an engine elsewhere samples for is the run that our own engine samples for."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_run import config
+from stand_in_engines import standing_apart
+
+from experiments.models import resolve
+from forge_jax.config import RolloutConfig
+from forge_jax.rl import run
+from forge_jax.rl.report import read_rows
+
+ROLLOUT = RolloutConfig(context=64)
+BEHIND = RolloutConfig(context=64, slots=16, deterministic=True)
+CFG = dataclasses.replace(
+    config(warm=60, synchronous=True, in_flight=2, window=0, episode_seconds=60.0), rollout=ROLLOUT
+)
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    rows = read_rows(folder / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if "seconds" not in k} for row in rows]
+
+
+@pytest.mark.slow
+def test_a_synchronous_run_is_the_same(
+    tmp_path: Path, calm: tuple[dict[str, Any], list[dict[str, Any]]]
+) -> None:
+    with standing_apart(resolve("quick"), BEHIND) as url:
+        cfg = dataclasses.replace(CFG, engine="vllm", engine_url=url)
+        summary = run.train(cfg, resolve("quick"), tmp_path, {})
+    rows = history(tmp_path)
+    assert any(row["stepped"] for row in rows)
+    assert rows == calm[1]
+    assert summary["eval_after"] == calm[0]["eval_after"]
+    weights = sorted(path.name for path in (tmp_path / "weights").iterdir())
+    assert weights == ["v00000002", "v00000003"]
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Summary and rows of the run with our own engine."""
+    folder = tmp_path_factory.mktemp("own")
+    cfg = dataclasses.replace(CFG, rollout=BEHIND)
+    return run.train(cfg, resolve("quick"), folder, {}), history(folder)
