@@ -19,7 +19,8 @@ import pytest
 from openai import OpenAI
 from refusals import refused
 
-from experiments.serve import Sizes, main
+from experiments.serve import main
+from experiments.serve_config import Sizes
 from forge_jax.config import RolloutConfig
 
 TOOL = {

@@ -11,7 +11,8 @@ from refusals import refused
 from stand_in_engines import standing_apart
 
 from experiments.models import resolve
-from experiments.serve import Config, answer, main
+from experiments.serve import answer, main
+from experiments.serve_config import Config
 from forge_jax.config import RolloutConfig
 
 BEHIND = RolloutConfig(context=48, slots=4)

@@ -9,7 +9,6 @@ from all tokens it has.
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,10 @@ import numpy as np
 from forge_jax.config import ExternalConfig, check
 from forge_jax.models.tokenizer import Tokenizer
 from forge_jax.rollout.external import wire
-from forge_jax.rollout.external.dialect import Ask, Dialect, Order, Piece, bounded, support_of
+from forge_jax.rollout.external.dialect import Ask, Dialect, Order, Piece, bounded
 from forge_jax.rollout.external.probe import check_told, key_of, served_model
 from forge_jax.rollout.external.published import Folder
+from forge_jax.rollout.external.running import ENDS, Running
 from forge_jax.rollout.external.sglang import Sglang
 from forge_jax.rollout.external.vllm import Vllm
 from forge_jax.rollout.stop import StopStrings
@@ -27,24 +27,8 @@ from forge_jax.types import Chunk, Finish, Refused, Request
 
 LATE_SECONDS = 2.0  # after a pause, until a stream that has not ended is closed from here
 HEALTH_SECONDS = 5.0  # between two looks
-ENDS = (Finish.STOP, Finish.LENGTH)  # that an engine comes to by itself
 
 DIALECTS: Mapping[str, Dialect] = {"vllm": Vllm(), "sglang": Sglang()}
-
-
-@dataclass(eq=False)
-class _Running:
-    """A completion so far."""
-
-    request: Request
-    stop: StopStrings | None
-    limit: int  # tokens it may have
-    output: list[int]  # i32[n], what it has
-    stretch: int = 0
-
-    @property
-    def left(self) -> int:
-        return self.limit - len(self.output)
 
 
 class ExternalEngine:
@@ -164,7 +148,7 @@ class ExternalEngine:
             if not self._active:
                 self._idle.set()
 
-    async def _stretch(self, running: _Running) -> AsyncGenerator[Chunk, None]:
+    async def _stretch(self, running: Running) -> AsyncGenerator[Chunk, None]:
         """Chunks under one version. Without a finish at the end where an update cut it short and
         the rest can be asked for."""
         version, epoch = self._version, self._epoch
@@ -180,14 +164,14 @@ class ExternalEngine:
                         raise piece
                     piece = None  # of an engine that was told to end it
                 if piece is not None and (len(piece.ids) or piece.finish in ENDS):
-                    chunk = self._chunk(running, piece, version)
+                    chunk = running.chunk(piece, version)
                     yield chunk
                     if chunk.finish is not None:
                         return
                 if piece is None or piece.finish is Finish.ABORT:
                     if self._epoch != epoch and self._goes_on(running):
                         return
-                    yield _ending(running, Finish.ABORT if running.left else Finish.LENGTH)
+                    yield running.ending()
                     return
         finally:
             stream.cancel()
@@ -213,7 +197,7 @@ class ExternalEngine:
         finally:
             inbox.put_nowait(None)
 
-    def _begun(self, request: Request) -> _Running:
+    def _begun(self, request: Request) -> Running:
         """Raises Refused where it cannot be asked for."""
         if self._closed is not None:
             raise Refused(503, self._closed)
@@ -227,11 +211,11 @@ class ExternalEngine:
             raise Refused(400, message, code=wire.OVERFLOW)
         limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
         stop = StopStrings(sampling.stop, self._tokenizer) if sampling.stop else None
-        running = _Running(request, stop, limit, [])
+        running = Running(request, stop, limit)
         self._dialect.body(self._ask(running))  # refused now rather than behind an update
         return running
 
-    def _ask(self, running: _Running) -> Ask:
+    def _ask(self, running: Running) -> Ask:
         sampling, output = running.request.sampling, np.array(running.output, np.int32)
         ids = () if sampling.ignore_eos else {*self._stop_ids, *sampling.stop_ids}
         return Ask(
@@ -244,35 +228,10 @@ class ExternalEngine:
             stretch=running.stretch,
         )
 
-    def _goes_on(self, running: _Running) -> bool:
+    def _goes_on(self, running: Running) -> bool:
         """Whether the rest of what an update cut short is to be asked for."""
         kept = self._cfg.update != "abort" and bounded(running.request.sampling) is None
         return kept and running.left > 0
-
-    def _chunk(self, running: _Running, piece: Piece, version: int) -> Chunk:
-        sampling, first = running.request.sampling, not running.output
-        count, finish, text = len(piece.ids), piece.finish, None
-        if running.stop is not None:
-            found = running.stop.feed(piece.ids.tolist())
-            if found is not None:
-                count, text = found
-            elif finish in ENDS:
-                text = running.stop.flush()
-            finish = Finish.STOP if text is not None else finish
-        running.output += piece.ids[:count].tolist()
-        greedy = sampling.temperature == 0
-        tops = piece.top_ids is not None and piece.top_logprobs is not None
-        return Chunk(
-            ids=piece.ids[:count],
-            logprobs=np.zeros(count, np.float32) if greedy else piece.logprobs[:count],
-            versions=np.full(count, version, np.int32),
-            finish=None if finish is Finish.ABORT else finish,
-            stop_text=text,
-            cached_tokens=piece.cached_tokens if first else 0,
-            top_ids=piece.top_ids[:count] if tops else None,  # type: ignore[index]
-            top_logprobs=piece.top_logprobs[:count] if tops else None,  # type: ignore[index]
-            support=support_of(sampling, count),
-        )
 
     async def _swap(self, folder: Folder, version: int, params: Any) -> None:
         path = await folder.publish(version, params)  # while the engine goes on
@@ -313,16 +272,3 @@ class ExternalEngine:
     def _cut(streams: Iterable["asyncio.Task[None]"]) -> None:
         for stream in streams:
             stream.cancel()
-
-
-def _ending(running: _Running, finish: Finish) -> Chunk:
-    """The end of a completion that brings no token."""
-    none, top = np.zeros(0, np.float32), running.request.sampling.top_logprobs
-    return Chunk(
-        ids=np.zeros(0, np.int32),
-        logprobs=none,
-        versions=np.zeros(0, np.int32),
-        finish=finish,
-        top_ids=np.zeros((0, top), np.int32) if top else None,
-        top_logprobs=np.zeros((0, top), np.float32) if top else None,
-    )
