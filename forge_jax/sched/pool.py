@@ -68,9 +68,9 @@ class Pool:
     def put(self, item: int, episodes: Sequence[Episode]) -> bool:
         """Stores an item; on return it survives the death of the process.
 
-        True where this call stored it, False where the same episodes were there. Raises
-        ValueError where an episode is of another item, or where the pool holds other
-        episodes under this number.
+        True where this call stored it, False where the same episodes were there (also from
+        a write of this call whose answer was lost on the way). Raises ValueError where an
+        episode is of another item, or where the pool holds other episodes under this number.
         """
         for episode in episodes:
             if episode.item != item:
