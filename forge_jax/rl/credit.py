@@ -57,7 +57,7 @@ def left_out(group: Sequence[Episode]) -> dict[LeftOut, int]:
     counts: Counter[LeftOut] = Counter()
     for episode in group:
         for turn in episode.turns:
-            why = _why(turn, episode.outcome, constant)
+            why = why_left_out(turn, episode.outcome, constant)
             if why is not None:
                 counts[why] += len(turn.output)
             elif turn.support is not None:
@@ -65,7 +65,7 @@ def left_out(group: Sequence[Episode]) -> dict[LeftOut, int]:
     return {reason: counts[reason] for reason in LeftOut}
 
 
-def _why(turn: Turn, outcome: Outcome, constant: bool) -> LeftOut | None:
+def why_left_out(turn: Turn, outcome: Outcome, constant: bool) -> LeftOut | None:
     """Why nothing of a call is trained; None if all is that can be."""
     if turn.finish is Finish.ABORT:
         return LeftOut.ABANDONED
@@ -95,7 +95,7 @@ def group_samples(group: Sequence[Episode]) -> list[tuple[Sample, Turn]]:
         (turn_sample(turn, advantage), turn)
         for episode, advantage in zip(group, advantages, strict=True)
         for turn in continued(episode.turns)
-        if _why(turn, episode.outcome, constant=False) is None
+        if why_left_out(turn, episode.outcome, constant=False) is None
     ]
 
 

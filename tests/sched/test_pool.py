@@ -164,7 +164,7 @@ def test_a_writer_killed_at_any_moment_leaves_only_whole_items(tmp_path: Path) -
     for _ in range(4):
         arguments = [sys.executable, "-c", WRITER, str(tmp_path), str(stored), str(LARGEST)]
         with subprocess.Popen(
-            arguments, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent
+            arguments, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent
         ) as writer:
             assert writer.stdout is not None
             assert writer.stdout.readline() == "ready\n"

@@ -71,7 +71,7 @@ class Child:
         self._err = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-c", code, *map(str, arguments)],
-            stdout=subprocess.PIPE, stderr=self._err, text=True, cwd=Path(__file__).parent,
+            stdout=subprocess.PIPE, stderr=self._err, text=True, cwd=Path(__file__).parent.parent,
         )  # fmt: skip
 
     def ready(self) -> None:

@@ -1,0 +1,160 @@
+"""A look into a data pool, and care for it; see docs/pool.md.
+
+    python -m experiments.pool pool=RUN_DIR/pool what=stats|verify
+    python -m experiments.pool pool=RUN_DIR/pool what=compact [keep=256] [size=256]
+    python -m experiments.pool pool=RUN_DIR/pool what=export [format=parquet|jsonl] out=FILE
+
+Prints one JSON object. All but compact only read. Ctrl-C or a kill is no harm: compact goes on
+where it stopped when it is called again, and export leaves a whole file or none.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import Progress
+
+from experiments.command import command
+from forge_jax.config import UserError, check, load
+from forge_jax.rl.report import METRICS, progress, read_rows
+from forge_jax.sched.codec import CorruptObject, decode
+from forge_jax.sched.pool import Pool
+from forge_jax.types import Episode
+
+FORMATS = ("parquet", "jsonl")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolConfig:
+    """One call; see `configs/pool.yaml`."""
+
+    pool: str
+    what: str = "stats"
+    out: str | None = None
+    format: str = "parquet"
+    keep: int = 256
+    size: int = 256
+
+    def __post_init__(self) -> None:
+        check(self.what in WHAT, f"what={self.what!r} must be one of {', '.join(WHAT)}")
+        named = f"format={self.format!r} must be one of {', '.join(FORMATS)}"
+        check(self.format in FORMATS, named)
+        exports = self.what == "export"
+        check(exports == (self.out is not None), f"out={self.out} goes with what=export")
+        check(self.keep >= 0, f"keep={self.keep} must be >= 0")
+        check(self.size >= 1, f"size={self.size} must be at least 1")
+
+
+@command("pool", plain=("pool", "out"))
+def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
+    cfg = load(PoolConfig, mapping)
+    if "://" not in cfg.pool and not Path(cfg.pool).is_dir():
+        raise UserError(f"pool={cfg.pool!r} is no folder")
+    if cfg.out is not None and not Path(cfg.out).absolute().parent.is_dir():
+        raise UserError(f"out={cfg.out}: no such folder to write it in")
+    pool = Pool.open(cfg.pool)
+    with progress(Console(stderr=True)) as bars:
+        return {"what": cfg.what, "pool": cfg.pool} | WHAT[cfg.what](cfg, pool, bars)
+
+
+def stats(cfg: PoolConfig, pool: Pool, bars: Progress) -> dict[str, Any]:
+    """What the pool holds."""
+    count: Counter[str] = Counter()
+    loose = len(pool.loose())
+    for _, data, episodes in intact(pool, bars, "stats"):
+        count["bytes"] += data
+        count["episodes"] += len(episodes)
+        for turn in (turn for episode in episodes for turn in episode.turns):
+            count["turns"] += 1
+            count["tokens_prompt"] += len(turn.prompt)
+            count["tokens_sampled"] += len(turn.output)
+        count["items"] += 1
+    names = ("items", "episodes", "turns", "tokens_prompt", "tokens_sampled", "bytes")
+    found = {name: count[name] for name in names}
+    return found | {"compacted": len(pool.items()) - loose, "corrupt": len(pool.corrupt())}
+
+
+def verify(cfg: PoolConfig, pool: Pool, bars: Progress) -> dict[str, Any]:
+    """Reads every item, and changes none: the numbers of those that are not whole."""
+    items = pool.items()
+    whole = {item for item, _, _ in intact(pool, bars, "verify")}
+    damaged = [item for item in items if item not in whole]
+    return {"items": len(items), "damaged": damaged, "corrupt": list(pool.corrupt())}
+
+
+def compact(cfg: PoolConfig, pool: Pool, bars: Progress) -> dict[str, Any]:
+    """Merges consumed items, all but the newest `keep`."""
+    loose = pool.loose()
+    consumed = consumed_items(Path(cfg.pool))
+    old = [item for item in loose if consumed is None or item in consumed]
+    old = old[: max(0, len(old) - cfg.keep)]
+    batches = [old[i : i + cfg.size] for i in range(0, len(old), cfg.size)]
+    moved = sum(pool.compact(batch) for batch in shown(batches, bars, "compact"))
+    return {"items": len(pool.items()), "compacted": moved, "loose": len(pool.loose())}
+
+
+def export(cfg: PoolConfig, pool: Pool, bars: Progress) -> dict[str, Any]:
+    """Writes one row a call. Raises UserError where pyarrow is not installed."""
+    assert cfg.out is not None
+    try:
+        from experiments.pool_rows import BATCH_TOKENS, rows_of, table
+    except ImportError as error:
+        raise UserError("what=export needs pyarrow: pip install 'forge_jax[export]'") from error
+    path = Path(cfg.out).absolute()
+    items = episodes = rows = tokens = held = 0
+    with table(path, cfg.format) as sink:
+        batch: list[dict[str, Any]] = []
+        for _, _, group in intact(pool, bars, "export"):
+            items, episodes = items + 1, episodes + len(group)
+            for row in rows_of(group):
+                batch.append(row)
+                rows, tokens = rows + 1, tokens + len(row["output"])
+                held += len(row["prompt"]) + len(row["output"])
+                if held >= BATCH_TOKENS:
+                    sink.write(batch)
+                    batch, held = [], 0
+        sink.write(batch)
+    found = {"items": items, "episodes": episodes, "turns": rows, "tokens_sampled": tokens}
+    return found | {"out": str(path), "format": cfg.format, "bytes": path.stat().st_size}
+
+
+WHAT = {"stats": stats, "verify": verify, "compact": compact, "export": export}
+
+
+def consumed_items(pool: Path) -> set[int] | None:
+    """Items of a run that no resume takes back: those consumed up to the oldest checkpoint that
+    it keeps. None where the pool is in no run's folder: then all are taken for consumed."""
+    run = pool.parent
+    if not (run / METRICS).exists():
+        return None
+    steps = [int(path.name) for path in (run / "checkpoints").glob("*") if path.name.isdecimal()]
+    rows = read_rows(run / METRICS)
+    return {item for row in rows if row["step"] <= min(steps, default=0) for item in row["items"]}
+
+
+def intact(
+    pool: Pool, bars: Progress, title: str
+) -> Iterator[tuple[int, int, tuple[Episode, ...]]]:
+    """Number, bytes and episodes of each item that is whole; others are left where they are."""
+    for item in shown(pool.items(), bars, title):
+        try:
+            data = pool.get_object(item)
+            yield item, len(data), decode(data, f"items/{item:012d}")
+        except (CorruptObject, KeyError):  # deleted meanwhile
+            continue
+
+
+def shown(things: Sequence[T], bars: Progress, title: str) -> Iterable[T]:
+    """`things`, and on the terminal how many were."""
+    bar = bars.add_task(title, total=len(things), shown="")
+    for thing in things:
+        yield thing
+        bars.advance(bar)
+
+
+if __name__ == "__main__":
+    main()
