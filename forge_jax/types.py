@@ -17,6 +17,8 @@ from forge_jax.drawing import OPEN as OPEN
 from forge_jax.drawing import Grammar as Grammar
 from forge_jax.drawing import Sampling as Sampling
 from forge_jax.drawing import Support as Support
+from forge_jax.lineage import STEMS as STEMS
+from forge_jax.lineage import UNSPLICED as UNSPLICED
 from forge_jax.lineage import Branch as Branch
 from forge_jax.lineage import Lineage as Lineage
 from forge_jax.lineage import Rule as Rule

@@ -19,7 +19,7 @@ from forge_jax.rl.audit import Audit
 from forge_jax.rl.collect import Collector, Taken
 from forge_jax.rl.costs import observe, prior, trusted
 from forge_jax.rl.credit import group_samples
-from forge_jax.rl.measure import batch_row, drafts_row, episode_row
+from forge_jax.rl.measure import batch_row, drafts_row, episode_row, lineage_row
 from forge_jax.rl.parallel import update
 from forge_jax.rl.state import TrainState
 from forge_jax.rl.step import StepConfig
@@ -98,7 +98,8 @@ async def reinforce(
                 device, merge, tuned(base, state.params), step_cfg.lora
             )
             await engine.swap(step, weights)
-            row = {"step": step} | episode_row(taken) | batch_row(taken, batch.samples, batch.trees)
+            row = {"step": step} | episode_row(taken) | lineage_row(taken)
+            row |= batch_row(taken, batch.samples, batch.trees)
             row |= drafts_row(before, engine.stats())
             row |= trained | {"seconds_collect": collected - began}
             row["pool_retries"] = collector.pool_retries

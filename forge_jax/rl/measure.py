@@ -15,7 +15,7 @@ import numpy as np
 from forge_jax.rl.collect import Taken
 from forge_jax.rl.credit import LeftOut, left_out
 from forge_jax.sched.split import forest_of
-from forge_jax.types import MicroBatch, Sample
+from forge_jax.types import STEMS, UNSPLICED, MicroBatch, Sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +73,34 @@ def episode_row(taken: Sequence[Taken]) -> dict[str, Any]:
         "corrupt_items": sum(not item.episodes for item in taken),
         "tokens_sampled": sum(len(t.output) for e in episodes for t in e.turns),
         **agents,
+    }
+
+
+def lineage_row(taken: Sequence[Taken]) -> dict[str, Any]:
+    """How the consumed calls came out of those before them, of all whose lineage was recorded.
+
+    `fork_rate` is the share of calls that begin a branch, `splice_rate` that of the assistant
+    messages in prompts whose sampled tokens stand there, `retokenised_rate` that of these tokens
+    which their text would not have become again; None of nothing.
+    """
+    turns = [turn for item in taken for e in item.episodes for turn in e.turns]
+    known = [turn.lineage for turn in turns if turn.lineage is not None]
+    forks = Counter(one.branch.value for one in known if one.branch not in STEMS)
+    replies: Counter[str] = Counter()
+    for one in known:
+        replies.update({rule.value: count for rule, count in one.replies.items()})
+    spliced = replies.total() - sum(replies[rule] for rule in UNSPLICED)
+    tokens = sum(one.spliced_tokens for one in known)
+    retokenised = sum(one.retokenised for one in known)
+    return {
+        "fork_rate": forks.total() / len(known) if known else None,
+        "forks": forks,
+        "splice_rate": spliced / replies.total() if replies else None,
+        "replies": replies,
+        "retokenised_rate": retokenised / tokens if tokens else None,
+        "tokens_spliced": tokens,
+        "tokens_retokenised": retokenised,
+        "tokens_redone": sum(one.redone for one in known),
     }
 
 

@@ -1,13 +1,14 @@
 """A row says what was consumed, and totals are sums of rows."""
 
+import dataclasses
 import json
 from typing import Any
 
 from small_policy import make_turn
 
 from forge_jax.rl.collect import Taken
-from forge_jax.rl.measure import Totals, batch_row, drafts_row, episode_row
-from forge_jax.types import Episode, Outcome, Status, Task
+from forge_jax.rl.measure import Totals, batch_row, drafts_row, episode_row, lineage_row
+from forge_jax.types import Branch, Episode, Lineage, Outcome, Rule, Status, Task
 
 
 def episode(reward: float, calls: int = 1, **outcome: Any) -> Episode:
@@ -70,3 +71,27 @@ def test_a_row_tells_of_the_drafts_of_its_step() -> None:
         "speculation_speedup": 1.5,
     }  # fmt: skip
     assert drafts_row(now, now) == {}
+
+
+def test_a_row_tells_how_its_calls_came_out_of_each_other() -> None:
+    lineages = [
+        Lineage(branch=Branch.ROOT),
+        Lineage(branch=Branch.CONTINUE, replies={Rule.CALL_ID: 1}, spliced_tokens=8, retokenised=2),
+        Lineage(
+            branch=Branch.TRUNCATED, replies={Rule.FOREIGN: 1, Rule.CONTENT: 1, Rule.NOT_KEPT: 1}
+        ),
+        Lineage(branch=Branch.RERENDERED, replies={Rule.CALL_ID: 1}, redone=7),
+        None,  # written before lineages were
+    ]
+    turns = [dataclasses.replace(make_turn([1], [2], [0]), lineage=one) for one in lineages]
+    taken = [Taken(number=0, lag=0, episodes=(dataclasses.replace(BROKEN, turns=tuple(turns)),))]
+    assert json.loads(json.dumps(lineage_row(taken))) == {
+        "fork_rate": 2 / 4, "forks": {"truncated": 1, "rerendered": 1}, "splice_rate": 3 / 5,
+        "replies": {"call_id": 2, "foreign": 1, "content": 1, "not_kept": 1},
+        "retokenised_rate": 2 / 8, "tokens_spliced": 8, "tokens_retokenised": 2,
+        "tokens_redone": 7,
+    }  # fmt: skip
+    assert lineage_row(TAKEN) | {"forks": 0, "replies": 0} == {
+        "fork_rate": None, "forks": 0, "splice_rate": None, "replies": 0,
+        "retokenised_rate": None, "tokens_spliced": 0, "tokens_retokenised": 0, "tokens_redone": 0,
+    }  # fmt: skip
