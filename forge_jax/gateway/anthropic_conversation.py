@@ -10,7 +10,16 @@ from typing import Any
 
 from forge_jax.gateway.chat_messages import Tool, template_variables
 from forge_jax.gateway.errors import ApiError
-from forge_jax.gateway.fields import flag, mapping, sequence, text, wrong
+from forge_jax.gateway.fields import (
+    MOST_MESSAGES,
+    MOST_TOOLS,
+    bounded,
+    flag,
+    mapping,
+    sequence,
+    text,
+    wrong,
+)
 from forge_jax.gateway.messages import Conversation, Message, ToolCall, compact
 from forge_jax.gateway.signing import signed
 
@@ -27,7 +36,7 @@ def read_conversation(body: Mapping[str, Any]) -> Conversation:
     if body.get("thread") is not None:
         why = "thread: no conversation is kept here, so that a request has to bring all of it"
         raise ApiError(400, why, param="thread", code=NO_THREADS)
-    said = sequence(body, "messages")
+    said = bounded(sequence(body, "messages"), "messages", MOST_MESSAGES)
     if not said:
         raise ApiError(400, "messages must hold at least one message", param="messages")
     messages = _system(body.get("system"))
@@ -160,7 +169,7 @@ def _unread(kind: str, path: str) -> ApiError:
 def _tools(body: Mapping[str, Any]) -> tuple[Tool, ...]:
     """The client's own tools, in OpenAI's shape."""
     tools = []
-    for i, tool in enumerate(sequence(body, "tools")):
+    for i, tool in enumerate(bounded(sequence(body, "tools"), "tools", MOST_TOOLS)):
         path = f"tools[{i}]"
         if not isinstance(tool, dict):
             raise wrong(path, tool, "an object")

@@ -20,7 +20,7 @@ from forge_jax.gateway.messages import Piece, ToolCall, encoded
 from forge_jax.gateway.openai_parts import token_data
 from forge_jax.gateway.signing import signature
 from forge_jax.gateway.stored import StoredResponses
-from forge_jax.gateway.structure import RESPONSE_FORMAT, read_grammar
+from forge_jax.gateway.structure import OUTPUT_FORMAT, read_grammar, schema_grammar
 from forge_jax.gateway.wire import Context, Wire
 from forge_jax.types import Chunk, Finish
 
@@ -59,16 +59,18 @@ def parse(body: Mapping[str, Any], _: StoredResponses) -> Ask:
 def _answer(body: Mapping[str, Any]) -> Grammar | None:
     """The form of the answer: `output_config.format`, or what vLLM calls it."""
     given = mapping(mapping(body, "output_config"), "format", "output_config.")
+    beside = read_grammar(body)
     if not given:
-        return read_grammar(body)
-    kind = text(given, "type", "output_config.format.")
+        return beside
+    if beside is not None:
+        message = f"{OUTPUT_FORMAT} does not go with {beside.source}"
+        raise ApiError(400, message, param=OUTPUT_FORMAT)
+    kind = text(given, "type", f"{OUTPUT_FORMAT}.")
     if kind != "json_schema":
-        raise wrong("output_config.format.type", kind, "json_schema")
+        raise wrong(f"{OUTPUT_FORMAT}.type", kind, "json_schema")
     if given.get("schema") is None:
-        raise wrong("output_config.format.schema", None, "a JSON schema")
-    schema = mapping(given, "schema", "output_config.format.")
-    wanted = {"type": "json_schema", "json_schema": {"schema": schema}}
-    return read_grammar({**body, RESPONSE_FORMAT: wanted})
+        raise wrong(f"{OUTPUT_FORMAT}.schema", None, "a JSON schema")
+    return schema_grammar(mapping(given, "schema", f"{OUTPUT_FORMAT}."), OUTPUT_FORMAT)
 
 
 def answer(context: Context) -> Mapping[str, Any]:

@@ -8,7 +8,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from forge_jax.gateway.errors import ApiError
-from forge_jax.gateway.fields import flag, mapping, sequence, text, wrong
+from forge_jax.gateway.fields import (
+    MOST_MESSAGES,
+    MOST_TOOLS,
+    bounded,
+    flag,
+    mapping,
+    sequence,
+    text,
+    wrong,
+)
 from forge_jax.gateway.messages import Conversation, Message, ToolCall, compact
 
 Tool = Mapping[str, Any]
@@ -21,7 +30,7 @@ RESERVED = ("self", "messages", "tools", "add_generation_prompt", "bos_token", "
 
 def read_conversation(body: Mapping[str, Any]) -> Conversation:
     """Messages, tools and template switches of a body. Raises ApiError(400)."""
-    messages = sequence(body, "messages")
+    messages = bounded(sequence(body, "messages"), "messages", MOST_MESSAGES)
     if not messages:
         raise ApiError(400, "messages must hold at least one message", param="messages")
     tools = () if body.get("tool_choice") == "none" else _tools(body)
@@ -103,7 +112,7 @@ def _call(value: Any, path: str) -> ToolCall:
 
 def _tools(body: Mapping[str, Any]) -> tuple[Tool, ...]:
     tools = []
-    for i, tool in enumerate(sequence(body, "tools")):
+    for i, tool in enumerate(bounded(sequence(body, "tools"), "tools", MOST_TOOLS)):
         path = f"tools[{i}]"
         if not isinstance(tool, dict):
             raise wrong(path, tool, "an object")

@@ -23,12 +23,12 @@ from forge_jax.gateway.core import Core
 from forge_jax.gateway.errors import ApiError, ClientGone, from_refusal
 from forge_jax.gateway.exchange import (
     EventStream,
-    headers_of,
     read_body,
     unless_gone,
 )
 from forge_jax.gateway.fields import parse_object
 from forge_jax.gateway.history import Prompt, write_prompt
+from forge_jax.gateway.identity import headers_of, session_name
 from forge_jax.gateway.messages import Conversation
 from forge_jax.gateway.parsers.formats import reply_parser
 from forge_jax.gateway.parsers.protocol import PlainText, ReplyParser
@@ -205,22 +205,6 @@ def session_of(core: Core, scope: Scope, headers: dict[str, str]) -> Session:
     if session is None:
         raise ApiError(404, f"session {name!r} is not open", code="session_not_found")
     return session
-
-
-def session_name(scope: Scope, headers: dict[str, str]) -> str | None:
-    """Path, else header, else API key; None if the client gives none of them."""
-    return (
-        scope["path_params"].get("session")
-        or headers.get("x-forge-session")
-        or api_key(headers)
-        or None
-    )
-
-
-def api_key(headers: dict[str, str]) -> str:
-    """The key of a request, "" if it has none."""
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
 
 def _facts(call: Call, ask: Ask) -> Facts:

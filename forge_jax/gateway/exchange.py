@@ -10,7 +10,7 @@ import functools
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Send
 
 from forge_jax.gateway.errors import ApiError, ClientGone
 
@@ -36,11 +36,6 @@ async def read_body(receive: Receive, limit: int) -> bytes:
     if size > limit:
         raise ApiError(413, f"the body has more than {limit} bytes")
     return b"".join(parts)
-
-
-def headers_of(scope: Scope) -> dict[str, str]:
-    """Request headers, names in lower case; of one sent twice the last."""
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
 async def send_body(

@@ -12,12 +12,14 @@ from typing import Any
 from forge_jax.gateway.errors import ApiError
 
 SHOWN = 80  # characters of an offending value in an error message
+MOST_MESSAGES = 20_000  # or items, of one request
+MOST_TOOLS = 2_000
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
     """The JSON object in a request body."""
     try:
-        body = json.loads(raw)
+        body = _DECODER.decode(raw.decode(json.detect_encoding(raw), "surrogatepass"))
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
     except ValueError as error:
@@ -25,6 +27,20 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ApiError(400, f"the body must be a JSON object, not {shown(body)}")
     return body
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is none of its values")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):  # it could not be told again
+        raise ValueError(f"{text[:SHOWN]} is beyond all numbers here")
+    return number
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
 
 
 def shown(value: Any) -> str:
@@ -108,16 +124,20 @@ def sequence(body: Mapping[str, Any], name: str, path: str = "") -> Sequence[Any
     return value
 
 
+def bounded(values: Sequence[Any], path: str, most: int) -> Sequence[Any]:
+    """`values`, of which there may be `most`."""
+    if len(values) > most:
+        raise ApiError(400, f"{path} has {len(values)} entries, at most {most}", param=path)
+    return values
+
+
 def strings(body: Mapping[str, Any], name: str, most: int, path: str = "") -> tuple[str, ...]:
     """One string or a list of at most `most`, none of them empty; () where absent."""
     value = body.get(name)
     if value is None:
         return ()
     values = value if isinstance(value, list) else [value]
-    if len(values) > most:
-        message = f"{path}{name} has {len(values)} entries, at most {most}"
-        raise ApiError(400, message, param=path + name)
-    for item in values:
+    for item in bounded(values, path + name, most):
         if not isinstance(item, str) or not item:
             raise wrong(path + name, value, "a string or a list of strings, none empty")
     return tuple(values)

@@ -4,7 +4,6 @@ An engine and a chat are passed in; agents see models only. Every token an agent
 model was fed or sampled is in the turns of its session, exactly as it was.
 """
 
-import hmac
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -18,8 +17,9 @@ from forge_jax.gateway.chat_completions import CHAT_COMPLETIONS
 from forge_jax.gateway.completions import COMPLETIONS
 from forge_jax.gateway.config import GatewayConfig
 from forge_jax.gateway.core import Core
-from forge_jax.gateway.endpoint import Endpoint, api_key
+from forge_jax.gateway.endpoint import Endpoint
 from forge_jax.gateway.errors import ApiError, error_body, error_headers
+from forge_jax.gateway.identity import fault_of, headers_of, is_key
 from forge_jax.gateway.messages import encoded
 from forge_jax.gateway.metrics import Metrics
 from forge_jax.gateway.response_routes import ResponseRoutes
@@ -80,8 +80,12 @@ class Gateway:
 
         Call k gets a seed of its own from (`seed`, k), so a session that is played again
         samples the same tokens. What ids of calls are made of is `ids`, else the session's name:
-        a template may show them to the model. Raises ValueError if the session is already open.
+        a template may show them to the model. Raises ValueError if the session is already open,
+        or for a name that none may have.
         """
+        fault = fault_of(session)
+        if fault is not None:
+            raise ValueError(f"the session's name {fault}")
         self._sessions.open(session, seed, temperature, ids)
 
     def close(self, session: str) -> tuple[Turn, ...]:
@@ -117,6 +121,7 @@ class Gateway:
         app.add_route("/metrics", self._metrics, methods=["GET"])
         app.add_exception_handler(ApiError, _told)
         app.add_exception_handler(HTTPException, _not_routed)
+        app.add_exception_handler(Exception, _failed)
         return app
 
     def _described(self) -> Mapping[str, Any]:
@@ -141,8 +146,7 @@ class Gateway:
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def _session(self, request: Request) -> Response:
-        given = api_key(dict(request.headers))
-        if not hmac.compare_digest(given.encode(), self._admin_key.encode()):
+        if not is_key(headers_of(request.scope), self._admin_key):
             raise ApiError(401, "this route needs the admin key", code="invalid_api_key")
         name = request.path_params["session"]
         session = self._sessions.get(name)
@@ -201,6 +205,11 @@ def _refused(request: Request, error: ApiError, headers: Mapping[str, str] | Non
 async def _told(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return _refused(request, error, error_headers(error))
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """What nobody expected; the server logs it."""
+    return _refused(request, ApiError(500, "the server failed"), None)
 
 
 async def _not_routed(request: Request, error: Exception) -> Response:

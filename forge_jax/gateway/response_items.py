@@ -12,7 +12,7 @@ from typing import Any
 
 from forge_jax.gateway.chat_messages import ROLES, read_content
 from forge_jax.gateway.errors import ApiError
-from forge_jax.gateway.fields import sequence, text, wrong
+from forge_jax.gateway.fields import MOST_MESSAGES, bounded, sequence, text, wrong
 from forge_jax.gateway.messages import Message, ToolCall, compact, encoded
 from forge_jax.gateway.response_tools import Name
 from forge_jax.gateway.signing import unsealed
@@ -31,7 +31,8 @@ def read_input(body: Mapping[str, Any], stored: StoredResponses) -> tuple[tuple[
         return (_whole({"role": "user", "content": value}),), 0
     if not isinstance(value, list):
         raise wrong("input", value, "a text or a list of items")
-    items = tuple(_resolved(item, f"input[{i}]", stored) for i, item in enumerate(value))
+    given = bounded(value, "input", MOST_MESSAGES)
+    items = tuple(_resolved(item, f"input[{i}]", stored) for i, item in enumerate(given))
     if len({id(item) for item in items}) < len(items):  # each a few bytes, and a whole item read
         raise ApiError(400, "input refers to one item twice", param="input")
     return items, sum(len(encoded(item)) for item in items if stored.holds(item))
@@ -41,6 +42,8 @@ def _resolved(item: Any, path: str, stored: StoredResponses) -> Item:
     if not isinstance(item, dict):
         raise wrong(path, item, "an object")
     kind = text(item, "type", f"{path}.")
+    if kind is None and "role" not in item and not isinstance(item.get("id"), str):
+        raise ApiError(400, f"{path}.type is missing", param=f"{path}.type")
     if kind is None:
         kind = "message" if "role" in item else "item_reference"
     if kind != "item_reference":

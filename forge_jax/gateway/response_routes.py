@@ -5,9 +5,9 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
-from forge_jax.gateway.endpoint import session_name
 from forge_jax.gateway.errors import ApiError
 from forge_jax.gateway.fields import wrong
+from forge_jax.gateway.identity import headers_of, session_name
 from forge_jax.gateway.messages import encoded
 from forge_jax.gateway.response_items import listed
 from forge_jax.gateway.sessions import Sessions
@@ -53,7 +53,7 @@ class ResponseRoutes:
         return _json(listed(items, query.get("after"), int(limit), order == "desc"))
 
     def _found(self, request: Request) -> tuple[StoredResponses, Stored]:
-        session = self._sessions.get(session_name(request.scope, dict(request.headers)) or "")
+        session = self._sessions.get(session_name(request.scope, headers_of(request.scope)) or "")
         name = request.path_params["response"]
         stored = None if session is None else session.stored.response(name)
         if session is None or stored is None:

@@ -7,10 +7,11 @@ call (web search, shells, ...) are passed over.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from typing import Any
 
 from forge_jax.gateway.errors import ApiError
-from forge_jax.gateway.fields import sequence, text, wrong
+from forge_jax.gateway.fields import MOST_TOOLS, bounded, sequence, text, wrong
 
 Tool = Mapping[str, Any]
 Name = tuple[str, str]  # namespace ("" for none), name in it
@@ -29,6 +30,7 @@ class Offered:
 def read_tools(body: Mapping[str, Any]) -> Offered:
     """The tools of a body. Raises ApiError(400)."""
     functions = _functions(sequence(body, "tools"))
+    bounded(functions, "tools", MOST_TOOLS)
     names = shown_names([name for name, _ in functions])
     tools = {
         name: {"type": "function", "function": {**function, "name": names[name]}}
@@ -63,12 +65,17 @@ def told_tools(body: Mapping[str, Any]) -> list[Any]:
 
 
 def shown_names(names: Sequence[Name]) -> dict[Name, str]:
-    """One name for each function: its own, behind its namespace's where that is taken."""
+    """One name for each function: its own, behind its namespace's where that is taken, and with
+    a number where that is taken too."""
     shown: dict[Name, str] = {}
+    taken: set[str] = set()
     for namespace, name in sorted(names, key=lambda one: one[0] != ""):  # flat ones first
         if (namespace, name) not in shown:
-            taken = name in shown.values()
-            shown[namespace, name] = f"{namespace}__{name}" if taken and namespace else name
+            apart = f"{namespace}__{name}"
+            wanted = chain((name, apart), (f"{apart}_{i}" for i in count(2)))
+            free = next(one for one in wanted if one not in taken)
+            shown[namespace, name] = free
+            taken.add(free)
     return shown
 
 

@@ -13,7 +13,9 @@ from forge_jax.gateway.errors import ApiError
 from forge_jax.gateway.fields import flag, mapping, shown, strings, text, wrong
 
 RESPONSE_FORMAT, TEXT_FORMAT = "response_format", "text.format"
-FORMATS = (RESPONSE_FORMAT, TEXT_FORMAT)  # that leave the model free to call a tool instead
+OUTPUT_FORMAT = "output_config.format"
+# Those that leave the model free to call a tool instead.
+FORMATS = (RESPONSE_FORMAT, TEXT_FORMAT, OUTPUT_FORMAT)
 MOST_CHOICES = 4096
 ANY_OBJECT = {"type": "object"}
 

@@ -10,9 +10,10 @@ from forge_jax.gateway.anthropic_conversation import read_conversation
 from forge_jax.gateway.core import Core
 from forge_jax.gateway.endpoint import session_of
 from forge_jax.gateway.errors import ApiError, ClientGone
-from forge_jax.gateway.exchange import headers_of, read_body, send_body
+from forge_jax.gateway.exchange import read_body, send_body
 from forge_jax.gateway.fields import parse_object
 from forge_jax.gateway.history import write_prompt
+from forge_jax.gateway.identity import headers_of
 from forge_jax.gateway.messages import encoded
 from forge_jax.models.chat import TemplateError
 

@@ -78,6 +78,8 @@ WRONG: list[tuple[dict, str]] = [
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
     ({"response_format": "json"}, "response_format"),
+    ({"messages": USER * 20_001}, "messages"),
+    ({"tools": [LOOK] * 2_001}, "tools"),
 ]
 
 
@@ -128,9 +130,15 @@ def test_what_nobody_knows_is_tolerated() -> None:
 
 @pytest.mark.parametrize(
     "raw",
-    [b"", b"{", b"[]", b"3", b'"x"', b"\xff\xfe", b'{"messages": ' + b"[" * 100_000, b"{}" * 2],
-    ids=["empty", "open", "list", "number", "text", "bytes", "deep", "two"],
-)
+    [
+        b"", b"{", b"[]", b"3", b'"x"', b"\xff\xfe", b'{"messages": ' + b"[" * 100_000, b"{}" * 2,
+        b'{"a": NaN}', b'{"a": -Infinity}', b'{"a": 1e999}',
+    ],
+    ids=[
+        "empty", "open", "list", "number", "text", "bytes", "deep", "two", "nan", "infinity",
+        "beyond floats",
+    ],
+)  # fmt: skip
 def test_bodies_that_are_no_json_object(raw: bytes) -> None:
     async def test() -> None:
         chat = chat_of("chatml")

@@ -34,6 +34,7 @@ FULL = {
     "stream": False, "metadata": {"user_id": "u"}, "thinking": {"type": "adaptive"},
     "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {}}},
 }  # fmt: skip
+FORM = {"type": "json_schema", "schema": {}}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 WRONG: list[tuple[dict, str]] = [
     ({"messages": None}, "messages"),
@@ -71,6 +72,10 @@ WRONG: list[tuple[dict, str]] = [
     ({"stream": 1}, "stream"),
     ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+    (
+        {"output_config": {"format": FORM}, "guided_regex": "a"},
+        "output_config.format",
+    ),
 ]
 
 

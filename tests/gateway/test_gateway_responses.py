@@ -214,6 +214,8 @@ def test_tools_of_every_kind_and_what_must_be_called() -> None:
                  "tools": [other, {**other, "name": "find"}, {"type": "custom"}]}  # fmt: skip
         tools = [{"type": "web_search"}, LOOK, {"type": "local_shell"}, space]
         assert shown_names([("crm", "look"), ("", "look")])["crm", "look"] == "crm__look"
+        clash = [("crm", "look"), ("", "look"), ("", "crm__look"), ("", "crm__look_2")]
+        assert shown_names(clash)["crm", "look"] == "crm__look_3"
         reply = '<tool_call>{"name": "crm__look", "arguments": {}}</tool_call>'
         engine = text_engine(chat, reply, "done")
         async with served(engine, chat) as up:

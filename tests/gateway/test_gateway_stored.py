@@ -168,6 +168,8 @@ MISTAKES = [
     ({}, "input"),
     ({"input": 5}, "input"),
     ({"input": [5]}, "input[0]"),
+    ({"input": [{}]}, "input[0].type"),
+    ({"input": [{"content": "x"}]}, "input[0].type"),
     ({"input": [{"type": "message", "content": "x"}]}, "input[0].role"),
     ({"input": [{"role": "user", "content": 5}]}, "input[0].content"),
     (
