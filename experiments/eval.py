@@ -21,6 +21,7 @@ from experiments.models import resolve
 from forge_jax.agents.families import agent_of
 from forge_jax.agents.protocol import Agent
 from forge_jax.config import (
+    BudgetConfig,
     EvalConfig,
     MeshConfig,
     ProgramConfig,
@@ -50,6 +51,7 @@ class Config:
     episode_seconds: float = 60.0
     agent: ProgramConfig | None = None  # null: the task family's own
     url: str | None = None  # OpenAI-compatible endpoint, ending in /v1
+    budget: BudgetConfig = field(default_factory=BudgetConfig)  # of an episode
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)  # that a model served here runs on
 
@@ -70,6 +72,10 @@ class Config:
             f"mesh goes with a model served here, not with url={self.url}",
         )
         check(not self.rollout.routes, "rollout.routes=True: only training uses what is recorded")
+        check(
+            self.url is None or self.budget == BudgetConfig(),
+            f"budget={self.budget} goes with a model served here, not with url={self.url}",
+        )
         check(self.episode_seconds > 0, f"episode_seconds={self.episode_seconds} must be > 0")
 
 
@@ -101,6 +107,7 @@ async def here(cfg: Config, agent: Agent) -> Evaluation:
                 seed=cfg.seed,
                 temperature=cfg.temperature,
                 seconds=cfg.episode_seconds,
+                budget=cfg.budget,
             )
             return await shown(cfg, lambda number, task: player.episode(number, 0, task))
 

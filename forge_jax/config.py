@@ -6,6 +6,7 @@ from forge_jax.loading import UserError as UserError
 from forge_jax.loading import check as check
 from forge_jax.loading import load as load
 from forge_jax.parts import ADAPTABLE as ADAPTABLE
+from forge_jax.parts import BudgetConfig as BudgetConfig
 from forge_jax.parts import HostsConfig as HostsConfig
 from forge_jax.parts import LoraConfig as LoraConfig
 from forge_jax.parts import MoeConfig as MoeConfig
@@ -190,6 +191,7 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     sched: SchedConfig = field(default_factory=SchedConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)  # of an episode
     pack: PackConfig = field(default_factory=PackConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)

@@ -1,5 +1,5 @@
 """Configurations of what is trained beside a model, in place of it, and of its experts; of the
-processes that share a mesh."""
+processes that share a mesh; of what an agent may use."""
 
 from dataclasses import dataclass
 
@@ -96,3 +96,21 @@ class HostsConfig:
                 0 <= self.process < self.processes,
                 f"process={self.process} must be from 0 to processes={self.processes} - 1",
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetConfig:
+    """Limits of one session; None: no limit.
+
+    Tokens are those sampled. What a prompt costs depends on what a cache has of it, and so on
+    what else is served; what an agent spends must not.
+    """
+
+    requests: int | None = None  # calls, those that fail too
+    tokens: int | None = None  # sampled
+    seconds: float | None = None  # from when the session was opened, or from its first call
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "tokens", "seconds"):
+            value = getattr(self, name)
+            check(value is None or value > 0, f"budget.{name}={value} must be positive or null")

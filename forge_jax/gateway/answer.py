@@ -30,7 +30,7 @@ class Answer:
     """Draws the completions of one call and tells them to its client."""
 
     def __init__(self, core: Core, wire: Wire, session: Session, call: Call, ask: Ask):
-        self._engine = core.engine
+        self._engine = session.spending.metered(core.engine)
         self._wire = wire
         self._session = session
         self._call = call

@@ -1,8 +1,8 @@
 """Limits of a gateway."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from forge_jax.config import check
+from forge_jax.config import BudgetConfig, check
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -10,6 +10,7 @@ class GatewayConfig:
     """What a gateway takes and keeps, and how long it waits."""
 
     undeclared: bool = True  # False: calls of sessions nobody opened are refused
+    budget: BudgetConfig = field(default_factory=BudgetConfig)  # of a session not opened with one
     max_body_bytes: int = 32 * 2**20
     keep_tokens: int = 32 * 2**20  # tokens recorded of undeclared sessions
     keep_alive_seconds: float = 10.0  # silence in a stream before a comment is sent

@@ -68,8 +68,9 @@ class Endpoint:
         fields = parse_object(body)
         core, headers = self._core, headers_of(scope)
         session = session_of(core, scope, headers)
-        ask = self._wire.parse(fields, session.stored)
+        ask = session.spending.bounded(self._wire.parse(fields, session.stored))
         prompt = self._prompt(session, ask)
+        self._spend(session)
         digest = request_digest(scope["path"], fields)
         retried = headers.get("x-stainless-retry-count", "0") != "0"
         attempt = session.arrive(digest, retried)
@@ -90,6 +91,13 @@ class Endpoint:
         lineage = session.lineage(attempt, prompt, parent, call.talk, messages)
         call.completions = self._completions(session, call, ask, parent, lineage)
         return session, call, ask
+
+    def _spend(self, session: Session) -> None:
+        try:
+            session.spending.request()
+        except ApiError:
+            self._core.metrics.refuse()
+            raise
 
     def _prompt(self, session: Session, ask: Ask) -> Prompt:
         if isinstance(ask.source, Conversation):

@@ -15,14 +15,24 @@ RETRY_AFTER = {429: "1", 503: "1", 529: "1"}  # seconds, for the clients that as
 class ApiError(Exception):
     """A call that is answered with an error.
 
-    `param` names the field at fault as a path (``messages[2].content``).
+    `param` names the field at fault as a path (``messages[2].content``); a `final` one comes
+    again however often the call is sent.
     """
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str = ""):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str = "",
+        final: bool = False,
+    ):
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code or None
+        self.final = final
 
 
 class ClientGone(Exception):
@@ -49,5 +59,7 @@ def error_body(error: ApiError) -> Mapping[str, Any]:
 
 def error_headers(error: ApiError) -> dict[str, str]:
     """Headers that go with `error`."""
+    if error.final:
+        return {"x-should-retry": "false"}  # the official SDKs heed it
     seconds = RETRY_AFTER.get(error.status)
     return {} if seconds is None else {"retry-after": seconds}

@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
+from forge_jax.config import BudgetConfig
 from forge_jax.gateway.anthropic_messages import MESSAGES
 from forge_jax.gateway.anthropic_messages import error_body as anthropic_error
 from forge_jax.gateway.chat_completions import CHAT_COMPLETIONS
@@ -58,7 +59,7 @@ class Gateway:
         self._exposition = exposition
         self._admin_key = admin_key
         self._config = config
-        self._sessions = Sessions(chat, config.keep_tokens)
+        self._sessions = Sessions(chat, config.keep_tokens, config.budget)
         self._core = Core(
             engine=engine,
             chat=chat,
@@ -75,18 +76,26 @@ class Gateway:
         seed: int | None = None,
         temperature: float | None = None,
         ids: str | None = None,
+        budget: BudgetConfig | None = None,
     ) -> None:
         """Declares a session and how its calls are drawn where they do not say.
 
         Call k gets a seed of its own from (`seed`, k), so a session that is played again
         samples the same tokens. What ids of calls are made of is `ids`, else the session's name:
-        a template may show them to the model. Raises ValueError if the session is already open,
-        or for a name that none may have.
+        a template may show them to the model. `budget` is in place of the gateway's. Raises
+        ValueError if the session is already open, or for a name that none may have.
         """
         fault = fault_of(session)
         if fault is not None:
             raise ValueError(f"the session's name {fault}")
-        self._sessions.open(session, seed, temperature, ids)
+        self._sessions.open(session, seed, temperature, ids, budget)
+
+    def over_budget(self, session: str) -> bool:
+        """True if a call of an open session was refused or cut by its budget.
+
+        Raises KeyError if there is no such session.
+        """
+        return self._sessions[session].spending.exceeded
 
     def close(self, session: str) -> tuple[Turn, ...]:
         """Ends a session, aborting calls still running; gives its turns and forgets it.

@@ -9,6 +9,7 @@ HELP = {
     "calls_running": ("gauge", "Calls being served"),
     "sessions": ("gauge", "Sessions in memory"),
     "calls_total": ("counter", "Calls that began"),
+    "calls_over_budget_total": ("counter", "Calls refused because their session's budget is spent"),
     "completions_total": ("counter", "Completions by the way they ended"),
     "prompt_tokens_total": ("counter", "Tokens fed, each prompt once"),
     "cached_tokens_total": ("counter", "Of those, tokens read from a cache"),
@@ -48,6 +49,10 @@ class Metrics:
             self._counts["spliced_tokens_total"] += lineage.spliced_tokens
             self._counts["retokenised_tokens_total"] += lineage.retokenised
             self._counts["redone_tokens_total"] += lineage.redone
+
+    def refuse(self) -> None:
+        """A call's session has nothing left to spend."""
+        self._counts["calls_over_budget_total"] += 1
 
     def end(self, call: Call) -> None:
         """A call has ended, however."""

@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from forge_jax.config import BudgetConfig
 from forge_jax.gateway.branches import Earlier, Talk, branch_of
+from forge_jax.gateway.budget import Spending
 from forge_jax.gateway.call import Call
 from forge_jax.gateway.completion import Completion, Place, common_prefix
 from forge_jax.gateway.history import Prompt
@@ -47,6 +49,7 @@ class Session:
         self,
         name: str,
         chat: Chat,
+        budget: BudgetConfig = BudgetConfig(),  # noqa: B008  (frozen)
         *,
         seed: int | None = None,
         temperature: float | None = None,
@@ -65,6 +68,7 @@ class Session:
         self.declared = declared
         self.anonymous = anonymous
         self.opened = time.monotonic()
+        self.spending = Spending(budget, self.opened)
         self.replies = Replies()
         self.stored = StoredResponses()
         self.calls: dict[int, Call] = {}

@@ -8,6 +8,7 @@ are forgotten when together they hold more than `keep_tokens`.
 import secrets
 from collections import deque
 
+from forge_jax.config import BudgetConfig
 from forge_jax.gateway.call import Call
 from forge_jax.gateway.session import Session
 from forge_jax.models.chat import Chat
@@ -19,8 +20,10 @@ CALL_TOKENS = 256  # what a call itself counts for, in tokens
 class Sessions:
     """The table of sessions."""
 
-    def __init__(self, chat: Chat, keep_tokens: int):
+    def __init__(self, chat: Chat, keep_tokens: int, budget: BudgetConfig):
+        """`budget` is that of each session opened without one of its own."""
         self._chat = chat
+        self._budget = budget
         self._keep_tokens = keep_tokens
         self._table: dict[str, Session] = {}
         self._kept: deque[tuple[Session, Call, int]] = deque()  # undeclared, oldest first
@@ -29,7 +32,14 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._table)
 
-    def open(self, name: str, seed: int | None, temperature: float | None, ids: str | None) -> None:
+    def open(
+        self,
+        name: str,
+        seed: int | None,
+        temperature: float | None,
+        ids: str | None,
+        budget: BudgetConfig | None,
+    ) -> None:
         """Declares a session. Raises ValueError if one of that name is declared already.
 
         An undeclared session of that name ends: it is somebody else's.
@@ -40,12 +50,21 @@ class Sessions:
                 raise ValueError(f"session={name!r} is already open")
             known.close()
         self._table[name] = Session(
-            name, self._chat, seed=seed, temperature=temperature, ids=ids, declared=True
+            name,
+            self._chat,
+            self._budget if budget is None else budget,
+            seed=seed,
+            temperature=temperature,
+            ids=ids,
+            declared=True,
         )
 
     def close(self, name: str) -> tuple[Turn, ...]:
         """Ends a session and forgets it; gives its turns. Raises KeyError if there is none."""
         return self._table.pop(name).close()
+
+    def __getitem__(self, name: str) -> Session:
+        return self._table[name]
 
     def get(self, name: str) -> Session | None:
         """The session of that name, if there is one."""
@@ -57,10 +76,11 @@ class Sessions:
         A new one enters the table with its first call; one without a name never does.
         """
         if name is None:
-            return Session(f"anonymous-{secrets.token_hex(8)}", self._chat, anonymous=True)
+            name = f"anonymous-{secrets.token_hex(8)}"
+            return Session(name, self._chat, self._budget, anonymous=True)
         session = self._table.get(name)
         if session is None and create:
-            session = Session(name, self._chat)
+            session = Session(name, self._chat, self._budget)
         return session
 
     def begin(self, session: Session, call: Call) -> None:

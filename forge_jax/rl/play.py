@@ -8,13 +8,14 @@ import asyncio
 import dataclasses
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from openai import AsyncOpenAI
 
 from forge_jax.agents.protocol import Agent
 from forge_jax.agents.runner import run_episode
+from forge_jax.config import BudgetConfig
 from forge_jax.gateway.gateway import Gateway
 from forge_jax.types import Episode, Task
 
@@ -32,6 +33,7 @@ class Player:
     seed: int  # of the run
     temperature: float
     seconds: float  # limit of an episode
+    budget: BudgetConfig = field(default_factory=BudgetConfig)  # of its calls
 
     async def group(self, item: int, task: Task, size: int) -> tuple[Episode, ...]:
         """`size` episodes of one task, at once."""
@@ -40,7 +42,11 @@ class Player:
         return tuple(run.result() for run in runs)
 
     async def episode(self, item: int, replica: int, task: Task) -> Episode:
-        """One episode. Its tokens depend on (seed, item, replica), not on what runs beside it."""
+        """One episode. Its tokens depend on (seed, item, replica), not on what runs beside it.
+
+        With a budget its outcome has "over_budget" among its metrics: 1 if calls were refused or
+        cut for that, else 0.
+        """
         name = f"{self.purpose}-{item}-{replica}"
         # Who knows a session's name may read in it; what the model reads depends on `ids` alone.
         session = f"{name}-{secrets.token_urlsafe(16)}"
@@ -49,10 +55,15 @@ class Player:
             ids=name,
             seed=session_seed(self.seed, self.purpose, item, replica),
             temperature=self.temperature,
+            budget=self.budget,
         )
         try:
             client = self.client.with_options(base_url=f"{self.url}/s/{session}/v1")
             outcome = await run_episode(self.agent, task, client, self.model, self.seconds)
+            if self.budget != BudgetConfig():
+                over = float(self.gateway.over_budget(session))
+                told = {**outcome.metrics, "over_budget": over}
+                outcome = dataclasses.replace(outcome, metrics=told)
         finally:
             turns = self.gateway.close(session)
         return Episode(item=item, replica=replica, task=task, outcome=outcome, turns=turns)

@@ -213,6 +213,7 @@ def player(run: Run, up: Serving, purpose: str, seed: int, temperature: float) -
         seed=seed,
         temperature=temperature,
         seconds=run.cfg.sched.episode_seconds,
+        budget=run.cfg.budget,
     )
 
 
