@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from experiments.command import command
@@ -63,8 +64,15 @@ async def answer(cfg: Config) -> None:
     with admin_key(cfg.admin_key) as (key, file):
         async with opened as (made, stats, chat, name):
             with watched(cfg.watch, made, stats, name) as (engine, exposition):
-                gateway = Gateway(engine, chat, name, key, cfg.gateway, exposition)
+                gateway = Gateway(engine, spoken(cfg, chat), name, key, cfg.gateway, exposition)
                 await answer_through(gateway, cfg, name, file)
+
+
+def spoken(cfg: Config, chat: Chat) -> Chat:
+    """`chat`, with the formats that were asked for by name."""
+    form = chat.format
+    tool_format, reasoning = cfg.tool_format or form.tool_format, cfg.reasoning or form.reasoning
+    return replace(chat, format=replace(form, tool_format=tool_format, reasoning=reasoning))
 
 
 async def answer_through(gateway: Gateway, cfg: Config, name: str, file: str | None) -> None:

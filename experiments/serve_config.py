@@ -12,6 +12,7 @@ from forge_jax.config import (
     check_engine,
 )
 from forge_jax.gateway.config import GatewayConfig
+from forge_jax.models.chat import REASONING_FORMATS, TOOL_FORMATS
 from forge_jax.rollout.router.live import RouterConfig
 
 KINDS = (*ENGINES, "scripted")
@@ -81,6 +82,8 @@ class Config:
     host: str = "127.0.0.1"
     port: int = 0  # 0 takes a free one
     admin_key: str | None = None  # None: generated, and written to a file
+    tool_format: str | None = None  # how the model writes tool calls; None: as its template does
+    reasoning: str | None = None  # ... and reasons before an answer
     seed: int = 0  # initialises a preset, and draws the seeds of requests without one
     rollout: Sizes = field(default_factory=Sizes)
     mesh: MeshConfig = field(default_factory=MeshConfig)  # that each real engine runs on
@@ -101,6 +104,14 @@ class Config:
         check(0 <= self.port < 65536, f"port={self.port} must be from 0 to 65535")
         check(self.replicas >= 1, f"replicas={self.replicas} must be at least 1")
         check(self.admin_key != "", "admin_key='' must not be empty")
+        check(
+            self.tool_format in (None, *TOOL_FORMATS),
+            f"tool_format={self.tool_format!r} must be one of {TOOL_FORMATS}, or null",
+        )
+        check(
+            self.reasoning in (None, *REASONING_FORMATS),
+            f"reasoning={self.reasoning!r} must be one of {REASONING_FORMATS}, or null",
+        )
         scripted = self.engine == "scripted"
         check(scripted or self.model is not None, f"model=null: engine={self.engine} needs a model")
         check(

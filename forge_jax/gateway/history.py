@@ -60,20 +60,26 @@ class Slot:
     def thought_mark(self) -> str:
         return f"\ue000{SECRET}-{self.index}-thought\ue001"
 
+    @property
+    def cut(self) -> bool:
+        """The reply is a thought without an end."""
+        return END_THINK not in self.raw and self.completions[-1].message.thought != ""
+
     def message(self) -> dict[str, Any]:
         """The message with marks for content, as the template is to render it."""
-        content = self.text_mark
-        if END_THINK in self.raw:
+        content = "" if self.cut else self.text_mark
+        if END_THINK in self.raw or self.cut:
             content = f"{THINK}\n{self.thought_mark}\n{END_THINK}\n\n{content}"
         return {"role": "assistant", "content": content}
 
     def region(self, text: str) -> tuple[int, int] | None:
         """Where the reply stands in `text`; None if the template did not keep all of it."""
-        if text.count(self.text_mark) != 1:
+        last = self.thought_mark if self.cut else self.text_mark
+        if text.count(last) != 1:
             return None
-        begin = text.index(self.text_mark)
-        end = begin + len(self.text_mark)
-        if END_THINK not in self.raw:
+        begin = text.index(last)
+        end = begin + len(last)
+        if END_THINK not in self.raw and not self.cut:
             return begin, end
         thought = text.find(self.thought_mark)
         if thought < 0 or thought > begin:

@@ -224,6 +224,8 @@ def test_sizes_are_those_of_the_engine() -> None:
         ("nokey=1", "nokey"),
         ("+nokey=1 model=quick", "nokey=1"),
         ("port=99999 model=quick", "port=99999"),
+        ("model=quick tool_format=xml", "tool_format='xml'"),
+        ("model=quick reasoning=yes", "reasoning='yes'"),
         ("model=quick mesh.data=9", "mesh data=9 needs 9 devices, found 8"),
     ],
 )

@@ -203,6 +203,8 @@ def test_mistakes_are_named() -> None:
         built_in("alpaca")
     with pytest.raises(ValueError, match="tool_format='xml'"):
         ChatFormat(template="", end_of_turn="\n", tool_format="xml")
+    with pytest.raises(ValueError, match="reasoning='yes'"):
+        ChatFormat(template="", end_of_turn="\n", reasoning="yes")
     with pytest.raises(ValueError, match="end_of_turn='ab' is not one token"):
         Chat(tokenizer=ByteTokenizer(), format=ChatFormat(template="", end_of_turn="ab"))
     image = user([{"type": "image_url", "image_url": {}}])  # type: ignore[arg-type]
