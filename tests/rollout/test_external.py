@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from stand_in_engines import SlowDevice, StandIn, standing
 from forge_jax.config import ExternalConfig, RolloutConfig, UserError
 from forge_jax.drawing import JSON_SCHEMA, LOST, OPEN, Grammar, Sampling
 from forge_jax.rollout.engine import RolloutEngine
-from forge_jax.rollout.external.dialect import Ask
+from forge_jax.rollout.external.dialect import Ask, check_served
 from forge_jax.rollout.external.engine import DIALECTS, ExternalEngine
 from forge_jax.rollout.external.published import Folder
 from forge_jax.types import Finish, Refused
@@ -206,6 +206,14 @@ def test_no_setting_is_dropped(kind: str, name: str) -> None:
         assert (caught.value.status, caught.value.param) == (400, name)
     else:
         assert body(changed) != body(plain)
+
+
+def test_a_thought_that_has_to_end_first_is_refused() -> None:
+    grammar = Grammar(kind=JSON_SCHEMA, text="{}", source="response_format")
+    for opening, refused in (("", True), ("<think>", False)):
+        thinks = dataclasses.replace(grammar, thought=(opening, "</think>"))
+        with pytest.raises(Refused) if refused else nullcontext():
+            check_served(Sampling(grammar=thinks), (JSON_SCHEMA,))
 
 
 @KINDS

@@ -110,6 +110,10 @@ def check_served(sampling: Sampling, kinds: tuple[str, ...]) -> None:
             REGEX: "expressions are read in another dialect there",
         }.get(grammar.kind, "it is not known there")
         raise Refused(400, f"{grammar.source}: {why}", param=grammar.source)
+    # One that may come is kept out by the grammar, which is then followed from the first token.
+    if grammar is not None and grammar.thought is not None and not grammar.thought[0]:
+        why = "an engine elsewhere does not wait for the end of a thought"
+        raise Refused(400, f"{grammar.source}: {why}", param=grammar.source)
 
 
 def shaping(sampling: Sampling) -> set[str]:
