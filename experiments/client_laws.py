@@ -13,7 +13,19 @@ from typing import cast
 import numpy as np
 
 from forge_jax.rl.credit import group_samples, left_out, trainable
-from forge_jax.types import Chunk, Engine, Episode, Outcome, Request, Status, Task, Turn
+from forge_jax.types import (
+    Branch,
+    Chunk,
+    Engine,
+    Episode,
+    Lineage,
+    Outcome,
+    Request,
+    Rule,
+    Status,
+    Task,
+    Turn,
+)
 
 
 class Counted:
@@ -41,7 +53,8 @@ class Account:
 
     calls: int
     samples: int  # calls that are trained on
-    roots: tuple[int, ...]  # calls that begin a branch: they continue no earlier one
+    branches: tuple[str, ...]  # of each call, `types.Branch`: why it begins one, or "continue"
+    replies: Mapping[str, int]  # assistant messages that came back, by how they were known
     sampled: int  # tokens, as the next two
     trained: int
     left_out: Mapping[str, int]  # by reason
@@ -50,15 +63,23 @@ class Account:
 def account(turns: Sequence[Turn]) -> Account:
     """The account of a session's turns, whose episode did better than another of its group."""
     group = [_episode(1.0, turns), _episode(0.0, ())]
+    rules = sum((Counter(known(turn).replies) for turn in turns), Counter[Rule]())
     samples = [sample for sample, _ in group_samples(group)]
     return Account(
         calls=len(turns),
         samples=len(samples),
-        roots=tuple(number for number, turn in enumerate(turns) if turn.parent is None),
+        branches=tuple(str(known(turn).branch) for turn in turns),
+        replies={str(rule): count for rule, count in rules.items()},
         sampled=sum(len(turn.output) for turn in turns),
         trained=sum(int(sample.mask.sum()) for sample in samples),
         left_out={str(reason): count for reason, count in left_out(group).items() if count},
     )
+
+
+def known(turn: Turn) -> Lineage:
+    """How a turn that a gateway recorded came out of those before it."""
+    assert turn.lineage is not None
+    return turn.lineage
 
 
 def _episode(reward: float, turns: Sequence[Turn]) -> Episode:
@@ -90,6 +111,9 @@ def broken(turns: Sequence[Turn], drawn: Sequence[tuple[np.ndarray, list[int]]])
     if told.sampled != told.trained + sum(told.left_out.values()):
         faults.append(f"tokens are neither trained nor left out: {told}")
     for number, turn in enumerate(turns):
+        branch = known(turn).branch
+        if (branch is Branch.CONTINUE) != (turn.parent is not None):
+            faults.append(f"turn {number} with parent {turn.parent} is said to be {branch}")
         if turn.parent is None:
             continue
         before = turns[turn.parent]

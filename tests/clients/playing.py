@@ -5,8 +5,8 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from driving import FOUND
 
+from experiments.client_faults import CUT, cut_once, first_call
 from experiments.client_laws import Counted
 from forge_jax.gateway.gateway import Gateway
 from forge_jax.models.chat import Chat, built_in
@@ -29,7 +30,6 @@ WANTED = {"key": "café", "deep": True}
 # Neither white space nor order of keys as a client would write them.
 CALL = '<tool_call>\n{"name": "look", "arguments": {"deep" : true,  "key":"café"}}\n</tool_call>'
 FIRST = f"Let me look it up.\n{CALL}"
-EVENTS = 3  # of a stream, before it is cut
 
 
 def rules(first: str = FIRST, answer: str = ANSWER) -> list[Rule]:
@@ -43,22 +43,15 @@ class Case:
 
     mode: str  # of its driver
     rules: list[Rule] = field(default_factory=rules)
-    fault: str = ""  # "429", "cut" or "slow": what happens to the first call
-    roots: int = 1  # branches
+    fault: str = ""  # of its first call, one of FAULTS
+    second: str = "continue"  # branch of the second step
 
     @property
     def name(self) -> str:
         return f"{self.mode} {self.fault}".strip()
 
     def script(self) -> list[Rule]:
-        first = When(call=0)
-        faults = {
-            "": [],
-            "429": [Rule(when=first, fail_status=429)],
-            "cut": [Rule(when=first, text=FIRST, chunks=50, delay_seconds=5)],
-            "slow": [Rule(when=first, text=FIRST, chunks=50, delay_seconds=5)],
-        }
-        return [*faults[self.fault], *self.rules]
+        return [*first_call(self.fault, FIRST), *self.rules]
 
 
 @dataclass(frozen=True)
@@ -82,7 +75,7 @@ async def played(client: str, cases: Sequence[Case]) -> dict[str, Played]:
             gateway = Gateway(engine, chat, "scripted", "admin")
             gateway.open(SESSION)
             url = await stack.enter_async_context(gateway.running())
-            if case.fault == "cut":
+            if case.fault == CUT:
                 url = await stack.enter_async_context(cut_once(url))
             gateways.append(gateway)
             engines.append(engine)
@@ -119,32 +112,3 @@ async def drive(client: str, asked: list[list[str]]) -> dict[str, Any]:
                 await process.wait()
     assert process.returncode == 0, complaints.decode()
     return json.loads(out.decode().splitlines()[-1])
-
-
-@asynccontextmanager
-async def cut_once(url: str) -> AsyncIterator[str]:
-    """A proxy that drops its first connection after some events of the stream."""
-    host, port = url.removeprefix("http://").split(":")
-    connections = 0
-
-    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, most: float) -> None:
-        seen = 0
-        with suppress(ConnectionError):
-            while seen < most and (data := await reader.read(65536)):
-                writer.write(data)
-                await writer.drain()
-                seen += data.count(b"data:")
-        writer.close()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal connections
-        connections += 1
-        up_reader, up_writer = await asyncio.open_connection(host, int(port))
-        there = asyncio.create_task(copy(reader, up_writer, np.inf))
-        await copy(up_reader, writer, EVENTS if connections == 1 else np.inf)
-        there.cancel()
-        up_writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1")
-    async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"

@@ -25,6 +25,13 @@ MINI = rules(first=BASH % SEE, answer=BASH % DONE)
 FENCE = "I run it.\n\n```mswea_bash_command\n%s\n```"
 MINI_TEXT = rules(first=FENCE % SEE, answer=FENCE % DONE)
 
+# Branches of the attempts at the first step; one that was refused leaves no turn.
+FIRST_STEP = {
+    "": ("root",),
+    "429": ("resent",),
+    "slow": ("root", "resent"),
+    "cut": ("root", "resent"),
+}
 CASES = {
     "openai": (
         Case("chat"),
@@ -81,11 +88,11 @@ CASES = {
     ),
     # Its history is text that the model never wrote: every call begins a branch.
     "smolagents": (
-        Case("chat", SMOL, roots=2),
-        Case("chat streamed", SMOL, roots=2),
-        Case("messages", SMOL, roots=2),
+        Case("chat", SMOL, second="history_edited"),
+        Case("chat streamed", SMOL, second="history_edited"),
+        Case("messages", SMOL, second="history_edited"),
         Case("code", SMOL_CODE),
-        Case("chat", SMOL, fault="429", roots=2),
+        Case("chat", SMOL, fault="429", second="history_edited"),
     ),
     "mini_swe_agent": (
         Case("chat", MINI),
@@ -122,4 +129,4 @@ def test_a_client_does_its_task(client: str, number: int) -> None:
     assert told.calls == 2 + abandoned
     assert told.samples == 2
     assert set(told.left_out) == ({"abandoned"} if abandoned else set())
-    assert len(told.roots) == case.roots + abandoned
+    assert told.branches == (*FIRST_STEP[case.fault], case.second)

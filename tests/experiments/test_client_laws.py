@@ -1,15 +1,18 @@
 """The laws of a session's record: each finds the fault that breaks it, and no other."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 
 from experiments.client_laws import account, broken
-from forge_jax.types import Finish, Turn
+from forge_jax.types import Branch, Finish, Lineage, Turn
 
 
 def turn(prompt: list[int], output: list[int], **changed: Any) -> Turn:
     told: dict[str, Any] = {"temperature": 1.0, "finish": Finish.STOP, "parent": None, **changed}
+    branch = Branch.ROOT if told["parent"] is None else Branch.CONTINUE
+    told = {"lineage": Lineage(branch=branch), **told}
     return Turn(
         prompt=np.array(prompt, np.int32),
         output=np.array(output, np.int32),
@@ -34,7 +37,7 @@ def drawn(*turns: Turn) -> list[tuple[np.ndarray, list[int]]]:
 def test_every_token_has_one_place() -> None:
     greedy = turn([0, 1, 2, 7, 8, 9], [5], parent=1, temperature=0.0)
     told = account([CUT, FIRST, greedy])
-    assert (told.calls, told.samples, told.roots) == (3, 1, (0, 1))
+    assert (told.calls, told.samples, told.branches) == (3, 1, ("root", "root", "continue"))
     assert (told.sampled, told.trained) == (4, 2)
     assert told.left_out == {"abandoned": 1, "greedy": 1}
 
@@ -43,12 +46,15 @@ def test_a_broken_law_is_told() -> None:
     whole = [FIRST, SECOND]
     assert broken(whole, drawn(*whole)) == []
     assert broken([CUT, *whole[:1]], drawn(CUT, FIRST)) == []
-    [lost] = broken([FIRST], drawn(*whole))
-    assert lost.startswith("1 completions drawn are not recorded, 0 ")
+    [missing] = broken([FIRST], drawn(*whole))
+    assert missing.startswith("1 completions drawn are not recorded, 0 ")
     [made_up] = broken(whole, drawn(FIRST))
     assert made_up.startswith("0 completions drawn are not recorded, 1 ")
     other = turn([0, 1, 2, 7, 7, 9], [5], parent=0)
     assert broken([FIRST, other], drawn(FIRST, other)) == [
         "turn 1 does not begin with its parent, turn 0"
     ]
+    lost = dataclasses.replace(SECOND, parent=None)
+    [unlike] = broken([FIRST, lost], drawn(FIRST, lost))
+    assert unlike == "turn 1 with parent None is said to be continue"
     assert broken([FIRST, FIRST], drawn(FIRST, FIRST)) == ["1 samples are trained on twice"]
