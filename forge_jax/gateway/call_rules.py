@@ -42,15 +42,19 @@ def calls(tools: Sequence[Tool], form: str, parallel: bool) -> list[str]:
     return [f"calls: call{more}", f"call: {quoted(open_tag)} body", *bodies]
 
 
-def free(tools: Sequence[Tool], form: str, parallel: bool) -> list[str]:
-    """The rules of replies of any text, but for the calls in it. Raises ApiError(400)."""
+def free(tools: Sequence[Tool], form: str, parallel: bool, apart: str) -> list[str]:
+    """The rules of replies of any text, but for the calls in it. Raises ApiError(400).
+
+    No text begins with `apart`, which begins what rules before these are for; "" is no such.
+    """
+    other = f" & ~/{apart}(.|\\n)*/" if apart else ""
     if form in BRACES:
         first, later = f"{BRACES[form]}\\s", f"{BRACES[form]}\\n"
-        text = rf"TEXT: /\s*[^{first}][^\n]*(\n([^{later}][^\n]*)?)*/"
+        text = rf"TEXT: /\s*[^{first}][^\n]*(\n([^{later}][^\n]*)?)*/{other}"
         head = ["start: TEXT? calls?", text.replace("[^{[", "[^{\\["), _listed(form, parallel)]
         return [*head, *_objects(tools, form, True)]
     open_tag = TAGS[form].open if form in TAGS else hermes.OPEN
-    head = ["start: call* TEXT", "TEXT: /(.|\\n)*/", f"head[lazy]: TEXT {quoted(open_tag)}"]
+    head = ["start: call* TEXT", f"TEXT: /(.|\\n)*/{other}", f"head[lazy]: TEXT {quoted(open_tag)}"]
     return [*head, "call: head body", *_tagged(tools, form, parallel, True)]
 
 

@@ -26,16 +26,18 @@ def reply_grammar(
     A call that is asked for comes in place of the answer of a `response_format`, one that is left
     to the model beside it. Raises ApiError(400) where the two contradict.
     """
-    grammar = _of_answer(talk, answer, form.tool_format)
-    if grammar is None or form.reasoning == "none":
-        return grammar
-    if opens_thought(prompt):
-        return replace(grammar, thought=("", END_THINK))
     closed = prompt.rstrip().endswith(END_THINK)  # the request asked for no thought
-    return grammar if closed else replace(grammar, thought=(THINK, END_THINK))
+    if form.reasoning == "none" or closed:
+        return _of_answer(talk, answer, form.tool_format, "")
+    opening = "" if opens_thought(prompt) else THINK
+    grammar = _of_answer(talk, answer, form.tool_format, opening)
+    return None if grammar is None else replace(grammar, thought=(opening, END_THINK))
 
 
-def _of_answer(talk: Conversation, answer: Grammar | None, form: str) -> Grammar | None:
+def _of_answer(
+    talk: Conversation, answer: Grammar | None, form: str, thought: str
+) -> Grammar | None:
+    """The grammar of what is not thought; `thought` may begin one before it."""
     if answer is not None and answer.source not in FORMATS:
         if talk.must_call:
             message = f"{answer.source} does not go with tool_choice, which asks for a call"
@@ -52,7 +54,7 @@ def _of_answer(talk: Conversation, answer: Grammar | None, form: str) -> Grammar
         rules = ["start: answer | calls", f"answer: %json {answer.text}"]
         return _grammar([*rules, *calls(talk.tools, form, talk.parallel)], answer.source)
     if answer is None and form != "lookup" and any(map(strict, talk.tools)):
-        return _grammar(free(talk.tools, form, talk.parallel), "tools")
+        return _grammar(free(talk.tools, form, talk.parallel, thought), "tools")
     return answer
 
 

@@ -179,6 +179,7 @@ def _recorded(session: Session) -> list[Mapping[str, Any]]:
             "start": turn.start,
             "queue_seconds": turn.queue_seconds,
             "temperature": turn.temperature,
+            "malformed": turn.malformed,
             "hints": call.hints,
             "branch": completion.lineage.branch,
             "redone_tokens": completion.lineage.redone,

@@ -128,6 +128,21 @@ def test_a_model_may_reason_before_it_is_bound(form: str, opened: bool) -> None:
     check(read(drawn(done, 0), form, (ITEM,))[0])
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("opened", [False, True])
+def test_no_call_is_bound_within_a_thought(form: str, opened: bool) -> None:
+    grammar = grammar_of(talk(NOTE), None, form, "think", "x<think>\n" if opened else "x")
+    opening = "" if opened else "<think>\n"
+    start = f"{opening}Or {{a}} {BEGUN[form]} not?\n</think>\n\n{BEGUN[form]}"
+    reply = drawn(grammar, 2, start=start).partition("</think>\n\n")[2]
+    first, *calls = read(reply, form, (NOTE,)) or ["I look."]
+    assert first == "I look."
+    for call in (piece for piece in calls if isinstance(piece, ToolCall)):
+        check(call)
+    with pytest.raises(AssertionError):
+        drawn(grammar, 2, start=start.replace("not?", "x") + "no call")
+
+
 def test_texts_between_tags_are_any_text() -> None:
     parameters = {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}

@@ -9,6 +9,7 @@ import random
 from typing import Any
 
 import pytest
+from fake_engine import chat_of, run, served, text_engine
 from test_gateway_tools import cut, read
 
 from forge_jax.gateway.messages import ToolCall
@@ -250,3 +251,20 @@ def test_texts_get_the_types_of_their_schemas() -> None:
     for text, schema, value in expected:
         found = typed(text, schema, whole)
         assert (found, type(found)) == (value, type(value)), (text, schema)
+
+
+def test_malformed_calls_are_text_and_are_counted() -> None:
+    async def test() -> None:
+        chat = chat_of("chatml")
+        broken = '<tool_call>{"name": 3}</tool_call>'
+        async with served(text_engine(chat, f"{broken} {broken}", "ok"), chat) as up:
+            body = {"messages": [{"role": "user", "content": "go"}], "tools": [WRITE]}
+            for _ in range(2):
+                made = (await up.post("/s/s/v1/chat/completions", body)).json()
+            assert made["choices"][0]["message"]["content"] == "ok"
+            assert [turn["malformed"] for turn in await up.turns("s")] == [2, 0]
+            metrics = (await up.http.get("/metrics")).text
+            assert "forge_tool_calls_malformed_total 2" in metrics
+            assert [turn.malformed for turn in up.gateway.close("s")] == [2, 0]
+
+    run(test)
