@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletionMessage
 from pair_tokenizer import PairTokenizer, sampled
 
 from forge_jax.models.chat import Chat, ChatFormat, built_in
-from forge_jax.types import Request, Turn
+from forge_jax.types import UNSPLICED, Branch, Request, Turn
 
 QWEN_LIKE = Path(__file__).parent.parent / "models" / "qwen_like.jinja"
 SPACES = ["", " ", "\n", "\n\n", "  \t", "\u00a0"]
@@ -127,8 +127,12 @@ def test_every_call_extends_the_one_before(form: str, rewrite: str) -> None:
             for seed in range(10):
                 _, turns = await talk_through(up, seed, rewrite)
                 assert [turn.parent for turn in turns] == [None, 0, 1, 2]
+                assert [t.lineage.branch for t in turns] == [Branch.ROOT, *[Branch.CONTINUE] * 3]
                 for before, after in itertools.pairwise(turns):
                     assert extends(after, before)
+                    gained = after.lineage.spliced_tokens - before.lineage.spliced_tokens
+                    assert gained == len(before.output)
+                    assert not after.lineage.replies.keys() & {*UNSPLICED}
                     # No turn is closed twice, by the model and by the template.
                     text = up.gateway._core.chat.tokenizer.decode(after.prompt.tolist())
                     assert "<|im_end|><|im_end|>" not in text
@@ -149,6 +153,9 @@ def test_a_template_that_drops_reasoning_is_respected() -> None:
                     kept = talk.messages[replies[k] - 1]["role"] == "tool"
                     assert extends(turns[k], turns[k - 1]) == kept
                     assert turns[k].parent == (k - 1 if kept else None)
+                    branch = turns[k].lineage.branch
+                    assert branch is (Branch.CONTINUE if kept else Branch.RERENDERED)
+                    assert (turns[k].lineage.redone == 0) == kept
                     text = form.tokenizer.decode(turns[k].prompt.tolist())
                     assert kept or "<think>" not in text
 
