@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 class Branch(enum.StrEnum):
     """Where in the tree of its session a call begins, and why there."""
 
-    ROOT = "root"  # a conversation begins
+    ROOT = "root"  # the session's conversation begins
     CONTINUE = "continue"  # its prompt begins with prompt and output of its parent
     # All others are forks.
     RESENT = "resent"  # the same request again: the attempt before failed, or never arrived
     REPEATED = "repeated"  # the same conversation again, though its answer had arrived
     PARALLEL = "parallel"  # beside a call that still runs, or one of n > 1 completions
+    FRESH = "fresh"  # a conversation of its own, under the same system prompt
     SIDE_CALL = "side_call"  # another conversation, without tools or of another system prompt
     COMPACTION = "compaction"  # asks for a summary of the talk, or begins anew behind one
     SYSTEM_CHANGED = "system_changed"  # the talk goes on under another system prompt

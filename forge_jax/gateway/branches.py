@@ -137,7 +137,7 @@ def _apart(talk: Talk, earlier: Sequence[Earlier]) -> Branch:
     if talk.has_tools and not tools_before:
         return Branch.ROOT  # what came before were side calls
     if talk.has_tools == tools_before and any(_same_system(talk, e) for e in earlier):
-        return Branch.ROOT
+        return Branch.FRESH
     return Branch.SIDE_CALL
 
 

@@ -189,13 +189,13 @@ def test_the_same_talk_again_is_parallel_while_the_first_runs() -> None:
     assert done(*TASK) is Branch.REPEATED
 
 
-def test_conversations_of_their_own_are_roots() -> None:
+def test_conversations_of_their_own_begin_afresh() -> None:
     do = Calls()
     assert do(*TASK) is Branch.ROOT
-    assert do(system(SYSTEM), user("Another question.")) is Branch.ROOT
+    assert do(system(SYSTEM), user("Another question.")) is Branch.FRESH
     plain = Calls()
     plain(user("Summarise A, please."), tools=(), reply=says("A is about something."))
-    assert plain(user("Summarise B, please."), tools=()) is Branch.ROOT
+    assert plain(user("Summarise B, please."), tools=()) is Branch.FRESH
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -209,3 +209,10 @@ def test_any_history_has_a_label(seed: int) -> None:
         reply = rng.choice([None, *pool[4:7], says(SUMMED)])
         label = do(*messages, tools=rng.choice([(), TOOLS]), reply=reply, running=reply is None)
         assert label not in (Branch.CONTINUE, Branch.RESENT, Branch.UNKNOWN)
+
+
+def test_of_calls_that_share_as_much_the_one_of_these_tools_is_compared() -> None:
+    do = Calls()
+    do(*TASK, reply=calls())
+    assert do(*TASK, tools=()) is Branch.TOOLS_CHANGED
+    assert do(*TASK, says("Something else."), user("Go on.")) is Branch.HISTORY_EDITED
