@@ -26,6 +26,7 @@ from forge_jax.config import (
     MeshConfig,
     ProgramConfig,
     RolloutConfig,
+    ToolsConfig,
     UserError,
     check,
     load,
@@ -50,6 +51,7 @@ class Config:
     concurrency: int = 64
     episode_seconds: float = 60.0
     agent: ProgramConfig | None = None  # null: the task family's own
+    tools: ToolsConfig | None = None  # MCP servers of a white-box agent in its place
     url: str | None = None  # OpenAI-compatible endpoint, ending in /v1
     budget: BudgetConfig = field(default_factory=BudgetConfig)  # of an episode
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -82,7 +84,7 @@ class Config:
 @command("eval", plain=("model", "task"))
 def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
     cfg = load(Config, mapping)
-    agent = agent_of(cfg.task, cfg.agent)
+    agent = agent_of(cfg.task, cfg.agent, cfg.tools)
     try:
         found = asyncio.run(at_url(cfg, agent) if cfg.url else here(cfg, agent))
     except NothingPlayed as error:

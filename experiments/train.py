@@ -24,7 +24,7 @@ from forge_jax.sharding import mesh_from
 
 # What a run is: a checkpoint of one does not continue another, and its two evaluations are
 # of the same episodes.
-FIXED = ("model", "task", "seed", "eval", "lora", "agent")
+FIXED = ("model", "task", "seed", "eval", "lora", "agent", "tools")
 
 
 @command("train")

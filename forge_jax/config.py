@@ -18,6 +18,7 @@ from forge_jax.rolling import UPDATES as UPDATES
 from forge_jax.rolling import ExternalConfig as ExternalConfig
 from forge_jax.rolling import RolloutConfig as RolloutConfig
 from forge_jax.rolling import check_engine as check_engine
+from forge_jax.tool_servers import ToolsConfig as ToolsConfig
 
 REMAT = ("none", "block", "attention", "offload")  # see `forge_jax.models.remat`
 
@@ -184,6 +185,7 @@ class TrainConfig:
     audit_versions: int = 4  # past weights kept to check the sampler's log-probs against
     resume: str | None = None  # folder of the run to continue
     agent: ProgramConfig | None = None  # that is trained; null: the task family's own
+    tools: ToolsConfig | None = None  # MCP servers of a white-box agent in its place
     engine: str = "real"  # what samples: real, our own | vllm | sglang, elsewhere
     engine_url: str | None = None  # of an engine elsewhere
     external: ExternalConfig = field(default_factory=ExternalConfig)

@@ -14,8 +14,9 @@ MAY_IMPORT = {
     "parts": {"loading"},
     "rolling": {"loading"},
     "programs": {"loading"},
+    "tool_servers": {"loading", "programs"},
     "stores": set(),
-    "config": {"loading", "parts", "rolling", "programs"},
+    "config": {"loading", "parts", "rolling", "programs", "tool_servers"},
     "trees": set(),
     "sharding": {"config", "trees"},
     "collectives": set(),
@@ -26,7 +27,7 @@ MAY_IMPORT = {
         "stores",
     },
     "gateway": {"types", "drawing", "config", "models.chat", "models.tokenizer"},
-    "agents": {"types", "config", "programs"},
+    "agents": {"types", "config", "programs", "tool_servers"},
     "sched": {"types", "drawing", "config", "stores"},
     "rl": {
         "types", "drawing", "config", "trees", "sharding", "collectives", "attention", "models",
@@ -34,8 +35,8 @@ MAY_IMPORT = {
     },
 }  # fmt: skip
 JAX_FREE = {
-    "drawing", "lineage", "types", "loading", "parts", "rolling", "programs", "config", "stores",
-    "gateway", "agents", "sched",
+    "drawing", "lineage", "types", "loading", "parts", "rolling", "programs", "tool_servers",
+    "config", "stores", "gateway", "agents", "sched",
 }  # fmt: skip
 
 

@@ -7,10 +7,12 @@ from typing import Protocol
 import numpy as np
 
 from forge_jax.agents.black_box import black_box
+from forge_jax.agents.mcp import mcp_agent
 from forge_jax.agents.protocol import Agent, ScriptedCall, Workspace
 from forge_jax.agents.tasks import hop, hop_files, notes
 from forge_jax.config import UserError
 from forge_jax.programs import ProgramConfig
+from forge_jax.tool_servers import ToolsConfig
 from forge_jax.types import Task
 
 
@@ -39,22 +41,30 @@ def family_of(name: str) -> Family:
     return FAMILIES[name]
 
 
-# Of the families whose worlds a program can work in; the others are what a white-box agent does.
+# Of the families whose worlds are a folder, which any agent can work in.
 WORKSPACES: Mapping[str, Callable[[Task], Workspace]] = MappingProxyType(
     {"hop": hop_files.workspace_of}
 )
 
 
-def agent_of(name: str, program: ProgramConfig | None = None) -> Agent:
-    """An agent for tasks of the family called `name`: its own, or a program.
+def agent_of(
+    name: str, program: ProgramConfig | None = None, tools: ToolsConfig | None = None
+) -> Agent:
+    """An agent for tasks of the family called `name`: its own, a program, or a white-box agent
+    with the tools of MCP servers.
 
-    Raises UserError as `family_of`, where no program can work at its tasks, or where this one
+    Raises UserError as `family_of`, where the others cannot work at its tasks, or where this one
     cannot run here.
     """
     family = family_of(name)
-    if program is None:
+    if program is None and tools is None:
         return family.agent()
+    if program is not None and tools is not None:
+        raise UserError("agent and tools: a program has tools of its own; give one of them")
     if name not in WORKSPACES:
         known = ", ".join(WORKSPACES)
-        raise UserError(f"task={name!r} has no workspace for a program; agent goes with: {known}")
+        raise UserError(f"task={name!r} has no workspace; agent and tools go with: {known}")
+    if tools is not None:
+        return mcp_agent(tools, WORKSPACES[name])
+    assert program is not None
     return black_box(program, WORKSPACES[name])

@@ -68,7 +68,7 @@ def train(
     its gate.
     """
     began, model = time.monotonic(), prepared(cfg, model)
-    agent = agent_of(cfg.task, cfg.agent)
+    agent = agent_of(cfg.task, cfg.agent, cfg.tools)
     check_model(cfg.rollout, model.cfg)
     over_places(cfg.rollout, cfg.mesh.places * cfg.mesh.context)  # said before the warm start
     with (
