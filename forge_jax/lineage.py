@@ -15,7 +15,7 @@ class Branch(enum.StrEnum):
     ROOT = "root"  # the session's conversation begins
     CONTINUE = "continue"  # its prompt begins with prompt and output of its parent
     # All others are forks.
-    RESENT = "resent"  # the same request again: the attempt before failed, or never arrived
+    RESENT = "resent"  # the same request again: an attempt before was begun and given up
     REPEATED = "repeated"  # the same conversation again, though its answer had arrived
     PARALLEL = "parallel"  # beside a call that still runs, or one of n > 1 completions
     FRESH = "fresh"  # a conversation of its own, under the same system prompt

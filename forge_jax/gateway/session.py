@@ -138,9 +138,10 @@ class Session:
     ) -> tuple[Branch, Completion | None]:
         """The label, and the completion whose talk goes on in other tokens."""
         calls = [call for call in self.calls.values() if not call.aborted]
-        if attempt.resent:
+        same = [call for call in self.calls.values() if call.digest == attempt.digest]
+        if attempt.resent and any(call.aborted for call in same):
             return Branch.RESENT, None
-        same = [call for call in calls if call.digest == attempt.digest]
+        same = [call for call in same if not call.aborted]
         if same:
             return Branch.REPEATED if same[-1].finished else Branch.PARALLEL, None
         child = None if parent is None else self._children.get(parent.place)

@@ -28,7 +28,7 @@ MINI_TEXT = rules(first=FENCE % SEE, answer=FENCE % DONE)
 # Branches of the attempts at the first step; one that was refused leaves no turn.
 FIRST_STEP = {
     "": ("root",),
-    "429": ("resent",),
+    "429": ("root",),
     "slow": ("root", "resent"),
     "cut": ("root", "resent"),
 }

@@ -56,5 +56,5 @@ def test_a_broken_law_is_told() -> None:
     ]
     lost = dataclasses.replace(SECOND, parent=None)
     [unlike] = broken([FIRST, lost], drawn(FIRST, lost))
-    assert unlike == "turn 1 with parent None is said to be continue"
+    assert unlike == "turn 1 is said to continue, and has no parent"
     assert broken([FIRST, FIRST], drawn(FIRST, FIRST)) == ["1 samples are trained on twice"]

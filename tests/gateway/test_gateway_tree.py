@@ -7,7 +7,9 @@ from pair_tokenizer import PairTokenizer
 from test_gateway_history import chat
 from test_gateway_parents import StopEngine
 
+from forge_jax.gateway.session import stable_seed
 from forge_jax.models.chat import Chat, built_in
+from forge_jax.types import Refused
 
 USER = {"role": "user", "content": "hi"}
 PATH = "/s/s/v1/chat/completions"
@@ -51,6 +53,28 @@ def test_every_call_has_the_reason_it_begins_where_it_does() -> None:
             ]  # fmt: skip
             text = (await up.http.get("/metrics")).text
             assert 'forge_branches_total{branch="history_edited"} 2' in text
+
+    run(test)
+
+
+def test_an_attempt_that_was_refused_leaves_no_branch() -> None:
+    async def test() -> None:
+        form = chat_of("chatml")
+        engine = text_engine(form, "one")
+        reply, engine.reply = engine.reply, lambda _: Refused(429, "full")
+        async with served(engine, form) as up:
+            up.gateway.open("s", seed=1)
+            assert (await up.post(PATH, {"messages": [USER]})).status_code == 429
+            engine.reply = reply
+            first = await ask(up, USER)
+            engine.reply = lambda _: Refused(503, "down")
+            told = {"messages": [USER, first, USER]}
+            assert (await up.post(PATH, told)).status_code == 503
+            engine.reply = reply
+            await ask(up, *told["messages"])
+            assert await branches(up) == ["root", "continue"]
+            seeds = [request.sampling.seed for request in engine.requests]
+            assert seeds == [stable_seed(1, k) for k in (0, 0, 1, 1)]
 
     run(test)
 
