@@ -66,8 +66,8 @@ async def serving(
         admin_key=secrets.token_urlsafe(),
         config=GatewayConfig(undeclared=False),
     )
+    await engine.warm_up()  # what it refuses is no group of exceptions
     async with asyncio.TaskGroup() as group:
-        await engine.warm_up()
         if elsewhere is not None:
             await elsewhere.swap(version, params)
         running = group.create_task(engine.serve())

@@ -16,8 +16,11 @@ from typing import Any
 
 import httpx
 import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from stand_in_server import Refusal, calls, completion, replies, says, stand_in
 
+from experiments import command
 from forge_jax.agents.families import agent_of
 from forge_jax.agents.faults import BadCall, EnvironmentFault
 from forge_jax.agents.mcp import McpWorld, mcp_agent, opened
@@ -315,3 +318,11 @@ def test_the_official_servers_solve_a_task(node_servers: Path) -> None:
         graph = json.loads(bodies[-1]["messages"][-1]["content"])
         assert [e["name"] for e in graph["entities"]] == ["end"]
         assert outcome.metrics["malformed_calls"] == 0
+
+
+@pytest.mark.parametrize("name", ["filesystem", "memory"])
+def test_the_packaged_configurations_are_read(name: str) -> None:
+    with initialize_config_dir(command.CONFIGS, version_base="1.3"):
+        said = compose("eval", overrides=[f"tools={name}"])
+    tools = OmegaConf.to_container(said.tools, resolve=True)
+    assert load(ToolsConfig, tools).servers[0].tools is not None  # type: ignore[arg-type]

@@ -5,11 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from small_run import config
 from stand_in_engines import standing_apart
 
+from experiments import command
 from experiments.models import resolve
-from forge_jax.config import RolloutConfig
+from forge_jax.config import (
+    ExternalConfig,
+    RolloutConfig,
+    TrainConfig,
+    UserError,
+    WarmConfig,
+    load,
+)
 from forge_jax.rl import run
 from forge_jax.rl.report import read_rows
 
@@ -46,3 +56,22 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list
     folder = tmp_path_factory.mktemp("own")
     cfg = dataclasses.replace(CFG, rollout=BEHIND)
     return run.train(cfg, resolve("quick"), folder, {}), history(folder)
+
+
+def test_no_engine_is_the_callers_mistake(tmp_path: Path) -> None:
+    cfg = dataclasses.replace(
+        CFG, warm=WarmConfig(steps=0, gate=0.0), engine="vllm", engine_url="http://127.0.0.1:9"
+    )
+    with pytest.raises(UserError, match=r"engine_url=http://127\.0\.0\.1:9: no engine"):
+        run.train(cfg, resolve("quick"), tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    "overrides", [(), ("engine=sglang", "engine_url=http://h", "external.update=wait")]
+)
+def test_the_commands_configuration_is_read(overrides: tuple[str, ...]) -> None:
+    with initialize_config_dir(command.CONFIGS, version_base="1.3"):
+        said = compose("train", overrides=["logging=none", *overrides])
+    mapping = OmegaConf.to_container(said, resolve=True)
+    cfg = load(TrainConfig, mapping)  # type: ignore[arg-type]
+    assert cfg.external == ExternalConfig(update="wait" if overrides else "recompute")
