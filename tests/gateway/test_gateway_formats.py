@@ -118,6 +118,8 @@ SAMPLES: dict[str, list[tuple[str, str, list[tuple[str, dict[str, Any]]]]]] = {
         (f"{JSON}\n{JSON}", "", [CALL, CALL]),
         (f'[{{"id": "1", "type": "function", "function": {JSON}}}]', "", [CALL]),
         (f"```json\n{JSON}", "", [CALL]),
+        (f"{JSON}; ```json\n{JSON}\n```", "", [CALL, CALL]),
+        (f"{JSON}; {{x}}; {JSON}", f"; {{x}}; {JSON}", [CALL]),
     ],
 }  # fmt: skip
 # Text that means to be a call and cannot be read.
