@@ -68,7 +68,7 @@ def test_what_comes_over_the_wire_is_what_the_engine_samples(kind: str) -> None:
         {"seed": 6, "max_tokens": 30, "temperature": 0.5, "stop_ids": (3, 4)},
         {"seed": 2**64 - 3, "max_tokens": 25, "ignore_eos": True},
         {"temperature": 0.0, "max_tokens": 10},
-        {"seed": 8, "stop": ("1", "0")},
+        *({"seed": seed, "stop": ("1", "0")} for seed in range(20, 26)),  # anywhere in a chunk
         {"seed": 9, "max_tokens": 12, "top_k": 5, "min_p": 0.01, "min_tokens": 4},
         {"seed": 10, "max_tokens": 12, "logit_bias": ((5, 3.0), (6, -100.0))},
         {"seed": 11, "max_tokens": 9, "presence_penalty": 0.5, "repetition_penalty": 1.3},
