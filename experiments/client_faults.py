@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 
 from forge_jax.rollout.script import Rule, When
 
-NONE, REFUSED, SLOW, CUT = "", "429", "slow", "cut"
+NONE, REFUSED, SLOW, CUT = "", "refused", "slow", "cut"
 FAULTS = (NONE, REFUSED, SLOW, CUT)
 EVENTS = 3  # of a stream, before it is cut
 SECONDS = 5.0  # that a slow reply takes

@@ -28,7 +28,7 @@ MINI_TEXT = rules(first=FENCE % SEE, answer=FENCE % DONE)
 # Branches of the attempts at the first step; one that was refused leaves no turn.
 FIRST_STEP = {
     "": ("root",),
-    "429": ("root",),
+    "refused": ("root",),
     "slow": ("root", "resent"),
     "cut": ("root", "resent"),
 }
@@ -39,7 +39,7 @@ CASES = {
         Case("responses"),
         Case("responses streamed"),
         Case("responses by id"),
-        Case("chat", fault="429"),
+        Case("chat", fault="refused"),
         Case("chat impatient", fault="slow"),
         Case("chat resent", fault="cut"),
     ),
@@ -48,7 +48,7 @@ CASES = {
         Case("messages streamed"),
         Case("runner"),
         Case("runner streamed"),
-        Case("messages", fault="429"),
+        Case("messages", fault="refused"),
         Case("messages impatient", fault="slow"),
         Case("messages resent", fault="cut"),
     ),
@@ -59,14 +59,14 @@ CASES = {
         Case("chat over messages streamed"),
         Case("responses"),
         Case("messages"),
-        Case("chat", fault="429"),
+        Case("chat", fault="refused"),
     ),
     "agents": (
         Case("chat"),
         Case("chat streamed"),
         Case("responses"),
         Case("responses streamed"),
-        Case("responses", fault="429"),
+        Case("responses", fault="refused"),
     ),
     "langgraph": (
         Case("chat"),
@@ -75,7 +75,7 @@ CASES = {
         Case("responses streamed"),
         Case("messages"),
         Case("messages streamed"),
-        Case("messages", fault="429"),
+        Case("messages", fault="refused"),
     ),
     "pydantic_ai": (
         Case("chat"),
@@ -84,7 +84,7 @@ CASES = {
         Case("responses streamed"),
         Case("messages"),
         Case("messages streamed"),
-        Case("chat", fault="429"),
+        Case("chat", fault="refused"),
     ),
     # Its history is text that the model never wrote: every call begins a branch.
     "smolagents": (
@@ -92,14 +92,14 @@ CASES = {
         Case("chat streamed", SMOL, second="history_edited"),
         Case("messages", SMOL, second="history_edited"),
         Case("code", SMOL_CODE),
-        Case("chat", SMOL, fault="429", second="history_edited"),
+        Case("chat", SMOL, fault="refused", second="history_edited"),
     ),
     "mini_swe_agent": (
         Case("chat", MINI),
         Case("messages", MINI),
         Case("responses", MINI),
         Case("text", MINI_TEXT),
-        Case("chat", MINI, fault="429"),
+        Case("chat", MINI, fault="refused"),
     ),
 }
 

@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.bench.config import BenchConfig
 from experiments.bench_attention import AttentionConfig
 from experiments.bench_long import LongConfig
+from experiments.clients import Config as ClientsConfig
 from experiments.command import CONFIGS, _wrapped
 from experiments.replay import ReplayConfig
 from experiments.workloads import WorkloadConfig
@@ -17,6 +18,7 @@ CLASSES = {
     "bench_attention": AttentionConfig,
     "bench_long": LongConfig,
     "bench_tree": BenchConfig,
+    "clients": ClientsConfig,
     "replay": ReplayConfig,
     "workloads": WorkloadConfig,
 }
