@@ -17,6 +17,7 @@ PLACES = ("base_url", "root_url", "api_key", "model", "prompt", "workdir", "home
 SANDBOXES = ("auto", "bwrap", "namespaces", "none")
 NETWORKS = ("gateway", "host")
 NONZERO = ("failed", "scored")
+BEGINNINGS = ("fresh", "forked")
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -71,6 +72,7 @@ class ProgramConfig:
 
     command: tuple[str, ...] | None = None  # its arguments; the first one is looked up in PATH
     function: str | None = None  # "module:function", called with the prompt in a process of its own
+    begin: str = "fresh"  # forked: of a process that has imported the function; see process_forks
     stdin: str = ""
     env: Mapping[str, str | None] = field(default_factory=dict)  # null takes a variable away
     inherit: tuple[str, ...] = ("PATH", "LANG", "LC_ALL", "TZ")  # variables of the trainer
@@ -93,6 +95,11 @@ class ProgramConfig:
         check(
             self.function is None or not self.stdin,
             f"stdin={self.stdin!r} goes with a command: a function is called with the prompt",
+        )
+        check(self.begin in BEGINNINGS, f"begin={self.begin!r} must be one of {BEGINNINGS}")
+        check(
+            self.begin == "fresh" or self.function is not None,
+            f"begin={self.begin} goes with a function: a command is a program to start",
         )
         check(self.nonzero in NONZERO, f"nonzero={self.nonzero!r} must be one of {NONZERO}")
         check(self.places >= 1, f"places={self.places} must be at least 1")

@@ -23,6 +23,7 @@ from forge_jax.agents import black_box_folder as folders
 from forge_jax.agents.black_box_text import Facts, environment_of, facts_of, files_of, filled
 from forge_jax.agents.faults import environment
 from forge_jax.agents.process import Ended, How, Launch, LocalProcesses, Processes
+from forge_jax.agents.process_forks import ForkedProcesses
 from forge_jax.agents.protocol import Workspace
 from forge_jax.agents.sandbox import Sandbox, relay_port, sandbox_of
 from forge_jax.config import UserError
@@ -43,15 +44,16 @@ class BlackBox:
     sandbox: Sandbox
 
     async def run(self, task: Task, client: AsyncOpenAI, model: str) -> Outcome:
-        with folders.episode_folder() as folder:
+        url = str(client.base_url)
+        gateway = gateway_of(url)
+        with folders.episode_folder(self.processes.folder(gateway)) as folder:
             with environment("setup"):
                 world = self.start(task)
                 prompt = world.prompt
                 await asyncio.to_thread(world.setup, folder / "work")
-            url = str(client.base_url)
             facts = facts_of(inside(url, self.sandbox), client.api_key, model, prompt, folder)
             folders.write(folder, files_of(self.cfg, facts))
-            launch = launch_of(self.cfg, self.sandbox, facts, folder, gateway_of(url))
+            launch = launch_of(self.cfg, self.sandbox, facts, folder, gateway)
             ended = await self.processes.run(launch)
             failed = failure(ended, self.cfg)
             if failed is not None:
@@ -71,11 +73,13 @@ def black_box(cfg: ProgramConfig, start: Callable[[Task], Workspace]) -> BlackBo
         path = cfg.env.get("PATH") or os.environ.get("PATH")
         if "{" not in cfg.command[0] and shutil.which(cfg.command[0], path=path) is None:
             raise UserError(f"agent.command[0]={cfg.command[0]!r} is not a program in PATH")
+    sandbox = sandbox_of(cfg.sandbox)
+    fresh = cfg.begin == "fresh"
     return BlackBox(
         cfg=cfg,
         start=start,
-        processes=LocalProcesses(cfg.places),
-        sandbox=sandbox_of(cfg.sandbox),
+        processes=LocalProcesses(cfg.places) if fresh else ForkedProcesses(cfg, sandbox),
+        sandbox=sandbox,
     )
 
 

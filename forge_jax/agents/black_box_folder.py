@@ -21,9 +21,9 @@ PARTS = ("home", "work", "tmp")
 
 
 @contextmanager
-def episode_folder() -> Iterator[Path]:
+def episode_folder(within: Path | None = None) -> Iterator[Path]:
     """A fresh folder of mode 700, removed with all that is in it."""
-    folder = Path(tempfile.mkdtemp(prefix="forge_jax-episode-"))
+    folder = Path(tempfile.mkdtemp(prefix="forge_jax-episode-", dir=within))
     try:
         for part in PARTS:
             (folder / part).mkdir()

@@ -66,6 +66,10 @@ class Ended:
 class Processes(Protocol):
     """Where episodes' processes run: this machine, or a cluster."""
 
+    def folder(self, gateway: tuple[str, int]) -> Path | None:
+        """Where the folders of episodes that reach `gateway` have to be; None: anywhere."""
+        ...
+
     async def run(self, launch: Launch) -> Ended:
         """Waits for a place, then runs `launch` to its end.
 
@@ -80,6 +84,9 @@ class LocalProcesses:
 
     def __init__(self, places: int):
         self._places = asyncio.Semaphore(places)
+
+    def folder(self, gateway: tuple[str, int]) -> None:
+        return None
 
     async def run(self, launch: Launch) -> Ended:
         async with self._places:

@@ -14,21 +14,32 @@ import inspect
 import json
 import os
 import sys
+from collections.abc import Callable
+
+
+def loaded(target: str) -> Callable[[str], object]:
+    """The function of "module:function"."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def call(function: Callable[[str], object]) -> None:
+    """Calls `function` once with what is in stdin, and writes its text to stdout."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    answer = function(sys.stdin.read())
+    if inspect.iscoroutine(answer):
+        answer = asyncio.run(answer)
+    if not isinstance(answer, str):
+        raise TypeError(f"{function} returned {answer!r}, not a text")
+    answers.write(answer)
+    answers.flush()
 
 
 def main() -> None:
     target, folders = sys.argv[1], json.loads(sys.argv[2])
     sys.path[:] = folders
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    module, _, name = target.partition(":")
-    answer = getattr(importlib.import_module(module), name)(sys.stdin.read())
-    if inspect.iscoroutine(answer):
-        answer = asyncio.run(answer)
-    if not isinstance(answer, str):
-        raise TypeError(f"{target} returned {answer!r}, not a text")
-    answers.write(answer)
-    answers.flush()
+    call(loaded(target))
 
 
 if __name__ == "__main__":

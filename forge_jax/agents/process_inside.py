@@ -17,7 +17,8 @@ import signal
 import socket
 import struct
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
@@ -26,6 +27,8 @@ SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY = 442, -100, 0x8000, 1
 PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 24, 38, 47, 4
 CAPABILITIES = 64  # more than any kernel has
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
+
+Become = Callable[[dict[str, Any]], NoReturn]  # what turns a process into the agent
 
 
 def checked(result: int, what: str) -> None:
@@ -109,7 +112,12 @@ def limit(limits: dict[str, int]) -> None:
         resource.setrlimit(number, (value, value))
 
 
-def start(spec: dict[str, Any], failed: int) -> int:
+def execute(spec: dict[str, Any]) -> NoReturn:
+    """Becomes the agent's program."""
+    os.execvpe(spec["argv"][0], spec["argv"], dict(os.environ))
+
+
+def start(spec: dict[str, Any], failed: int, become: Become) -> int:
     """Forks the agent; what keeps it from starting is written to the pipe `failed`."""
     pid = os.fork()
     if pid:
@@ -121,7 +129,7 @@ def start(spec: dict[str, Any], failed: int) -> int:
         os.chdir(spec["workdir"])
         limit(spec["limits"])
         LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        os.execvpe(spec["argv"][0], spec["argv"], dict(os.environ))
+        become(spec)
     except OSError as error:
         os.write(failed, os.strerror(error.errno or 0).encode())
     finally:
@@ -146,7 +154,7 @@ def watch(pid: int, control: socket.socket) -> int:
                     return found[1]
 
 
-def run(control: socket.socket) -> dict[str, Any]:
+def run(control: socket.socket, become: Become) -> dict[str, Any]:
     line = b""
     while not line.endswith(b"\n"):
         line += control.recv(1)  # not more: the next byte has a meaning of its own
@@ -159,7 +167,7 @@ def run(control: socket.socket) -> dict[str, Any]:
     if spec["drop"]:
         drop()
     failing, failed = os.pipe()
-    pid = start(spec, failed)
+    pid = start(spec, failed, become)
     os.close(failed)
     status = os.waitstatus_to_exitcode(watch(pid, control))
     problem = os.read(failing, 4096).decode()
@@ -168,11 +176,10 @@ def run(control: socket.socket) -> dict[str, Any]:
     return {"how": "exited", "status": status}
 
 
-def main() -> None:
-    control = socket.socket(fileno=int(sys.argv[1]))
+def main(control: socket.socket, become: Become = execute) -> None:
     control.set_inheritable(False)
     try:
-        ended = run(control)
+        ended = run(control, become)
     except Exception as error:
         ended = {"how": "broken", "error": f"{type(error).__name__}: {error}"}
     with contextlib.suppress(BrokenPipeError):
@@ -180,4 +187,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(socket.socket(fileno=int(sys.argv[1])))

@@ -21,7 +21,8 @@ import sys
 import tempfile
 import threading
 import time
-from typing import IO, Any
+from collections.abc import Callable
+from typing import IO, Any, NamedTuple
 
 PR_SET_CHILD_SUBREAPER = 36
 LOOK_SECONDS = 0.2  # how often its processes are counted
@@ -138,10 +139,39 @@ def carry(source: socket.socket, sink: socket.socket) -> None:
             end.shutdown(how)
 
 
+class Begun(NamedTuple):
+    """The first process inside, and what it writes to."""
+
+    pid: int
+    stdout: IO[bytes]
+    stderr: IO[bytes]
+    handle: object = None  # which would wait for the process if it were dropped
+
+
+# Starts it: what to run, its stdin, and the socket that it is told the rest by.
+Begin = Callable[[dict[str, Any], IO[bytes], socket.socket], Begun]
+
+
+def spawned(spec: dict[str, Any], stdin: IO[bytes], inner: socket.socket) -> Begun:
+    """A program of its own, between walls where there are any."""
+    process = subprocess.Popen(
+        [*spec["around"], *spec["inside"], str(inner.fileno())],
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=spec["env"],
+        pass_fds=(inner.fileno(),),
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    return Begun(process.pid, process.stdout, process.stderr, process)
+
+
 class Episode:
     """One run of what `spec` says, until it ends or is ended."""
 
-    def __init__(self, spec: dict[str, Any]):
+    def __init__(self, spec: dict[str, Any], begin: Begin):
         self.spec = spec
         self.ended: dict[str, Any] = {}  # how, once it is known
         self.asked = ""  # why it was asked to end
@@ -150,20 +180,11 @@ class Episode:
         with tempfile.TemporaryFile() as stdin:
             stdin.write(spec["stdin"].encode(errors="surrogateescape"))
             stdin.seek(0)
-            self.process = subprocess.Popen(
-                [*spec["around"], *spec["inside"], str(inner.fileno())],
-                stdin=stdin,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=spec["env"],
-                pass_fds=(inner.fileno(),),
-                start_new_session=True,
-            )
+            begun = begin(spec, stdin, inner)
         inner.close()
-        assert self.process.stdout is not None
-        assert self.process.stderr is not None
-        self.outputs = [Tail(pipe, spec["output_bytes"]) for pipe in
-                        (self.process.stdout, self.process.stderr)]  # fmt: skip
+        self.begun = begun
+        pipes = (begun.stdout, begun.stderr)
+        self.outputs = [Tail(pipe, spec["output_bytes"]) for pipe in pipes]
         self.control.sendall(json.dumps(spec["within"]).encode() + b"\n")
         self.told = b""
 
@@ -231,7 +252,7 @@ class Episode:
         return bool(piece)
 
 
-def main() -> None:
+def main(begin: Begin = spawned) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)  # the trainer says when to end
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -242,12 +263,12 @@ def main() -> None:
             return
         line += piece
     began = time.monotonic()
-    episode = Episode(json.loads(line))
+    episode = Episode(json.loads(line), begin)
     try:
         episode.run()
     finally:
         seconds = time.monotonic() - began
-        dead = kill_all(episode.process.pid)
+        dead = kill_all(episode.begun.pid)
     for tail in episode.outputs:
         tail.drain()
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
