@@ -9,7 +9,7 @@ import numpy as np
 from forge_jax.agents.black_box import black_box
 from forge_jax.agents.mcp import mcp_agent
 from forge_jax.agents.protocol import Agent, ScriptedCall, Workspace
-from forge_jax.agents.tasks import hop, hop_files, notes
+from forge_jax.agents.tasks import hop, hop_files, hop_tool, notes
 from forge_jax.config import UserError
 from forge_jax.programs import ProgramConfig
 from forge_jax.tool_servers import ToolsConfig
@@ -31,7 +31,9 @@ class Family(Protocol):
         ...
 
 
-FAMILIES: Mapping[str, Family] = MappingProxyType({"hop": hop, "notes": notes})
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {"hop": hop, "hop_tool": hop_tool, "notes": notes}
+)
 
 
 def family_of(name: str) -> Family:
@@ -43,8 +45,23 @@ def family_of(name: str) -> Family:
 
 # Of the families whose worlds are a folder, which any agent can work in.
 WORKSPACES: Mapping[str, Callable[[Task], Workspace]] = MappingProxyType(
-    {"hop": hop_files.workspace_of}
+    {"hop": hop_files.workspace_of, "hop_tool": hop_tool.workspace_of}
 )
+
+Script = Callable[[Task, np.random.Generator], tuple[ScriptedCall, ...]]
+# Of the families whose tasks an agent can be led through by replies that are known before.
+SCRIPTS: Mapping[str, Script] = MappingProxyType({"hop_tool": hop_tool.scripted})
+
+
+def script_of(name: str) -> Script:
+    """What the model says in scripted episodes of a task, whatever agent asks it.
+
+    Raises UserError where the family called `name` has none.
+    """
+    if name not in SCRIPTS:
+        known = ", ".join(SCRIPTS)
+        raise UserError(f"task={name!r} has no script to demonstrate; those that do: {known}")
+    return SCRIPTS[name]
 
 
 def agent_of(

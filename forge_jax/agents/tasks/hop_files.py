@@ -20,16 +20,7 @@ class HopFiles:
     """The folder of one chain."""
 
     world: Hop
-
-    @property
-    def prompt(self) -> str:
-        first = self.world.chain[0]
-        return (
-            "Every file here is named by a letter and holds another letter, the name of the next "
-            f"file, or a digit. Start at the file {first}, read one file after another until you "
-            "find a digit, then answer with an exclamation mark and that digit, for example !7, "
-            "alone on the last line."
-        )
+    prompt: str
 
     def setup(self, folder: Path) -> None:
         for key in ascii_lowercase:
@@ -43,4 +34,15 @@ class HopFiles:
 
 def workspace_of(task: Task) -> HopFiles:
     """The folder that a task's family, split and seed make."""
-    return HopFiles(world_of(task))
+    world = world_of(task)
+    return HopFiles(world, told(world.chain[0]))
+
+
+def told(first: str) -> str:
+    """What a program has to do that starts at the file `first`."""
+    return (
+        "Every file here is named by a letter and holds another letter, the name of the next "
+        f"file, or a digit. Start at the file {first}, read one file after another until you "
+        "find a digit, then answer with an exclamation mark and that digit, for example !7, "
+        "alone on the last line."
+    )
