@@ -88,12 +88,19 @@ class WarmConfig:
 
     steps: int = 300
     batch: int = 64  # scripted episodes a step
+    demonstrations: int | None = None  # the agent plays so many to imitate; null: the family's play
     gate: float = 0.3  # success of the warm-started policy below which RL does not start
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=3e-3))
 
     def __post_init__(self) -> None:
         check(self.steps >= 0, f"steps={self.steps} must be >= 0")
         check(self.batch >= 1, f"batch={self.batch} must be at least 1")
+        wanted = self.demonstrations is None or self.demonstrations >= 1
+        check(wanted, f"demonstrations={self.demonstrations} must be at least 1")
+        check(
+            self.demonstrations is None or self.steps > 0,
+            f"demonstrations={self.demonstrations}: steps=0 imitates none",
+        )
         check(0 <= self.gate < 1, f"gate={self.gate} must be in [0, 1)")
 
 

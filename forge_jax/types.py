@@ -39,6 +39,7 @@ class Facts:
     tools: tuple[Mapping[str, Any], ...] = ()  # offered tools, OpenAI shape
     tool_result: bool = False  # the last message is a tool's result
     json_schema: Mapping[str, Any] | None = None  # schema of the response, if one is asked for
+    session: str = ""  # what ids of its session's calls are made of: its name, if nothing else
     call: int = 0  # number of the call in its session, from 0
 
 

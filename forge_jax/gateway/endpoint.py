@@ -122,7 +122,7 @@ class Endpoint:
         chat = self._core.chat
         temperature = session.temperature if ask.temperature is None else ask.temperature
         stop_ids = (*chat.stop_ids, *ask.stop_ids)
-        facts = _facts(call, ask)
+        facts = _facts(session, call, ask)
         grammar = ask.answer
         if isinstance(ask.source, Conversation):
             grammar = reply_grammar(ask.source, grammar, chat.format, call.prompt.text)
@@ -215,8 +215,9 @@ def session_of(core: Core, scope: Scope, headers: dict[str, str]) -> Session:
     return session
 
 
-def _facts(call: Call, ask: Ask) -> Facts:
-    facts = Facts(text=call.prompt.text, call=call.number, json_schema=schema_of(ask.answer))
+def _facts(session: Session, call: Call, ask: Ask) -> Facts:
+    schema = schema_of(ask.answer)
+    facts = Facts(text=call.prompt.text, session=session.ids, call=call.number, json_schema=schema)
     if not isinstance(ask.source, Conversation):
         return facts
     tool_result = ask.source.messages[-1].role == "tool"

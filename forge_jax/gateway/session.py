@@ -74,7 +74,7 @@ class Session:
         self.calls: dict[int, Call] = {}
         self.closed = False
         self._chat = chat
-        self._ids = name if ids is None else ids
+        self.ids = name if ids is None else ids
         self._requests = 0
         self._draws = 0
         self._children: dict[Place, Call] = {}  # the newest call that goes on from a completion
@@ -163,7 +163,7 @@ class Session:
 
     def call_id(self, number: int) -> str:
         """24 characters that no other call has, if no other session's ids are made of the same."""
-        return hashlib.blake2b(f"{self._ids}/{number}".encode(), digest_size=12).hexdigest()
+        return hashlib.blake2b(f"{self.ids}/{number}".encode(), digest_size=12).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
         """i32[n], ids of a piece of a prompt; the newest prompt's pieces are remembered."""

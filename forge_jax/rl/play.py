@@ -47,7 +47,7 @@ class Player:
         With a budget its outcome has "over_budget" among its metrics: 1 if calls were refused or
         cut for that, else 0.
         """
-        name = f"{self.purpose}-{item}-{replica}"
+        name = self.name(item, replica)
         # Who knows a session's name may read in it; what the model reads depends on `ids` alone.
         session = f"{name}-{secrets.token_urlsafe(16)}"
         self.gateway.open(
@@ -67,6 +67,10 @@ class Player:
         finally:
             turns = self.gateway.close(session)
         return Episode(item=item, replica=replica, task=task, outcome=outcome, turns=turns)
+
+    def name(self, item: int, replica: int) -> str:
+        """What ids of an episode's calls are made of, and their seeds."""
+        return f"{self.purpose}-{item}-{replica}"
 
 
 def session_seed(seed: int, purpose: str, item: int, replica: int) -> int:

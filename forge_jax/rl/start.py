@@ -4,6 +4,7 @@ A model goes in; the state that RL starts or continues from comes out, on the ru
 """
 
 import dataclasses
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,14 @@ from forge_jax.models.lora import adapters_layout
 from forge_jax.models.mtp import grown
 from forge_jax.rl.balance import check_model
 from forge_jax.rl.checkpoint import Checkpoints
+from forge_jax.rl.demonstrate import demonstrations, drawn
 from forge_jax.rl.losses import cispo, negative_log_likelihood
 from forge_jax.rl.measure import Totals
 from forge_jax.rl.state import TrainState, create
 from forge_jax.rl.step import StepConfig, Updated
-from forge_jax.rl.warm import warm_start
+from forge_jax.rl.warm import scripted_samples, warm_start
 from forge_jax.sharding import mesh_from, put, shardings
+from forge_jax.types import Sample
 
 WARM_CHECKPOINT_EVERY = 100  # steps of the warm start
 ADAPTERS = 0x6C6F  # folded into the seed of fresh adapters, apart from that of the model
@@ -118,16 +121,30 @@ def warm_params(
             if step % WARM_CHECKPOINT_EVERY == 0 or step == cfg.warm.steps:
                 checkpoints.save(step, state, {})
 
-        state = warm_start(
-            state,
-            first=first,
-            chat=model.chat,
-            cfg=cfg,
-            step_cfg=step_config(cfg, model, warm=True),
-            on_step=on_step,
-            base=base,
-        )
+        if first <= cfg.warm.steps:
+            state = warm_start(
+                state,
+                first=first,
+                samples=imitation(cfg, model, bars),
+                cfg=cfg,
+                step_cfg=step_config(cfg, model, warm=True),
+                on_step=on_step,
+                base=base,
+            )
     return state.params
+
+
+def imitation(
+    cfg: TrainConfig, model: LoadedModel, bars: Progress
+) -> Callable[[int], list[Sample]]:
+    """What each step of the warm start imitates: what the agent has played before a model that
+    follows a script, or else the family's own play."""
+    warm = cfg.warm
+    if warm.demonstrations is None:
+        return lambda step: scripted_samples(cfg.task, model.chat, warm.batch, cfg.seed, step)
+    bar = bars.add_task("demonstrations", total=warm.demonstrations, shown="")
+    shown = demonstrations(cfg, model, lambda: bars.advance(bar))
+    return lambda step: drawn(shown, warm.batch, cfg.seed, step)
 
 
 def step_config(cfg: TrainConfig, model: LoadedModel, warm: bool) -> StepConfig:

@@ -1,8 +1,8 @@
 """Supervised warm start: scripted play in, a policy that knows the format out.
 
 Every assistant turn of a scripted episode is a sample exactly as the gateway would
-have fed and recorded it; the loss is its negative log-likelihood, through the same
-merge and the same train step as RL.
+have fed and recorded it, or has (`demonstrate`); the loss is its negative
+log-likelihood, through the same merge and the same train step as RL.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,18 +25,18 @@ def warm_start(
     state: TrainState,
     *,
     first: int,
-    chat: Chat,
+    samples: Callable[[int], list[Sample]],
     cfg: TrainConfig,
     step_cfg: StepConfig,
     on_step: Callable[[int, TrainState, Updated], None],
     base: Any = None,
 ) -> TrainState:
-    """Steps `first` to `cfg.warm.steps` of imitation; `on_step` is called after each. With a
-    `base` its adapters are trained."""
+    """Steps `first` to `cfg.warm.steps` of imitation of what `samples` gives for each; `on_step`
+    is called after each. With a `base` its adapters are trained."""
 
     def plan(step: int) -> list[MicroBatch]:
-        samples = scripted_samples(cfg.task, chat, cfg.warm.batch, cfg.seed, step)
-        return micro_batches(samples, "tree", cfg.pack, mesh=cfg.mesh, carry=not cfg.mtp.weight)
+        carry = not cfg.mtp.weight
+        return micro_batches(samples(step), "tree", cfg.pack, mesh=cfg.mesh, carry=carry)
 
     steps = range(first, cfg.warm.steps + 1)
     for step, trees in zip(steps, prefetch(plan, steps), strict=True):
@@ -64,6 +64,20 @@ def reply_sample(
 ) -> Sample:
     """One call: the rendered messages as context, the reply up to its end of turn, trained.
 
+    Raises ValueError as `written`.
+    """
+    prompt, text = written(chat, messages, tools, reply)
+    return imitated(chat.tokenizer.encode(prompt), chat.tokenizer.encode(text))
+
+
+def written(
+    chat: Chat,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    reply: Mapping[str, Any],
+) -> tuple[str, str]:
+    """The rendered messages, and the reply behind them up to its end of turn.
+
     Raises ValueError if the template does not render the reply behind its prompt.
     """
     prompt = chat.format.render(messages, tools)
@@ -71,11 +85,14 @@ def reply_sample(
     end = whole.find(chat.format.end_of_turn, len(prompt))
     if not whole.startswith(prompt) or end < 0:
         raise ValueError(f"the chat template does not continue {prompt[-40:]!r} by a closed reply")
-    context = chat.tokenizer.encode(prompt)
-    output = chat.tokenizer.encode(whole[len(prompt) : end + len(chat.format.end_of_turn)])
+    return prompt, whole[len(prompt) : end + len(chat.format.end_of_turn)]
+
+
+def imitated(context: Sequence[int] | np.ndarray, output: Sequence[int] | np.ndarray) -> Sample:
+    """A sample of which all of `output` is trained, behind `context`."""
     mask = np.arange(len(context) + len(output)) >= len(context)
     return Sample(
-        tokens=np.array(context + output, np.int32),
+        tokens=np.concatenate([context, output]).astype(np.int32),
         mask=mask,
         old_logp=np.zeros(len(mask), np.float32),
         advantage=mask.astype(np.float32),
