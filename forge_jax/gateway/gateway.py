@@ -23,6 +23,7 @@ from forge_jax.gateway.errors import ApiError, error_body, error_headers
 from forge_jax.gateway.identity import fault_of, headers_of, is_key
 from forge_jax.gateway.messages import encoded
 from forge_jax.gateway.metrics import Metrics
+from forge_jax.gateway.openapi import document
 from forge_jax.gateway.response_routes import ResponseRoutes
 from forge_jax.gateway.response_stream import RESPONSES
 from forge_jax.gateway.server import serving
@@ -126,6 +127,7 @@ class Gateway:
             app.add_route(f"{prefix}/v1/models", self._models, methods=["GET"])
             app.add_route(f"{prefix}/v1/models/{{model:path}}", self._model, methods=["GET"])
         app.add_route("/sessions/{session:path}", self._session, methods=["GET"])
+        app.add_route("/openapi.json", _openapi, methods=["GET"])
         app.add_route("/health", self._health, methods=["GET"])
         app.add_route("/metrics", self._metrics, methods=["GET"])
         app.add_exception_handler(ApiError, _told)
@@ -195,6 +197,10 @@ def _recorded(session: Session) -> list[Mapping[str, Any]]:
         }
         for call, completion, turn in turns
     ]
+
+
+async def _openapi(request: Request) -> Response:
+    return _json(document())
 
 
 def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
