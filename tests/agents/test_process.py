@@ -192,7 +192,7 @@ def test_an_episode_that_takes_too_long_for_its_run_has_timed_out() -> None:
 def test_nothing_outlives_a_trainer_that_is_gone(kind: str, number: int) -> None:
     name = mark()
     trainer = (
-        f"import sys; sys.path[:0] = {[str(Path(__file__).parent)]!r}\n"
+        f"import sys; sys.path[:] = {sys.path!r}\n"
         "from black_box_play import World, config, episode\n"
         f"episode(config(command={python(SCATTER, name)!r}, sandbox={{'kind': {kind!r}}}, "
         "limits={'grace': 0.1}), World())"
