@@ -14,7 +14,7 @@ import numpy as np
 from forge_jax.drawing import Support, joined
 from forge_jax.gateway.messages import Message, Piece, Thought, ToolCall
 from forge_jax.gateway.parsers.protocol import ReplyParser
-from forge_jax.gateway.parsers.thoughts import END_THINK
+from forge_jax.gateway.parsers.thoughts import END_THINK, opens_thought
 from forge_jax.gateway.text import TextReader
 from forge_jax.models.tokenizer import Tokenizer
 from forge_jax.types import NO_ROUTE, Chunk, Finish, Lineage, PromptLogprobs, Request, Turn
@@ -40,6 +40,7 @@ class Completion:
         self.place = place
         self.name = name
         self.request = request
+        self.opened = opens_thought(request.facts.text)  # a thought, for the model to go on with
         self.parent = parent
         self.lineage = lineage
         self.finish: Finish | None = None

@@ -10,15 +10,15 @@ changed something.
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from forge_jax.gateway.completion import Completion, Place
-from forge_jax.gateway.messages import Conversation, Message
+from forge_jax.gateway.messages import Conversation, Message, ToolCall
 from forge_jax.gateway.parsers.thoughts import END_THINK, THINK
-from forge_jax.models.chat import Chat
+from forge_jax.models.chat import Chat, TemplateError
 from forge_jax.types import Rule
 
 # Private-use characters around a number that no client can guess.
@@ -65,21 +65,37 @@ class Slot:
         """The reply is a thought without an end."""
         return END_THINK not in self.raw and self.completions[-1].message.thought != ""
 
-    def message(self) -> dict[str, Any]:
-        """The message with marks for content, as the template is to render it."""
-        content = "" if self.cut else self.text_mark
-        if END_THINK in self.raw or self.cut:
-            content = f"{THINK}\n{self.thought_mark}\n{END_THINK}\n\n{content}"
-        return {"role": "assistant", "content": content}
+    @property
+    def thinks(self) -> bool:
+        """The reply begins with a thought, whole or cut; tags further on are its text."""
+        opened = self.completions[-1].opened or self.raw.lstrip().startswith(THINK)
+        return self.cut or (opened and END_THINK in self.raw)
 
-    def region(self, text: str) -> tuple[int, int] | None:
-        """Where the reply stands in `text`; None if the template did not keep all of it."""
+    def message(self, calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
+        """The message with marks for content, as the template is to render it, and, for one
+        that asks for them, the names of its `calls`."""
+        content = "" if self.cut else self.text_mark
+        if self.thinks:
+            content = f"{THINK}\n{self.thought_mark}\n{END_THINK}\n\n{content}"
+        message = {"role": "assistant", "content": content}
+        named = [replace(call, arguments="{}").wire() for call in calls]
+        return {**message, "tool_calls": named} if named else message
+
+    def region(self, text: str, end_of_turn: str = "") -> tuple[int, int] | None:
+        """Where the reply stands in `text`; None if the template did not keep all of it.
+
+        `end_of_turn` ends it where its calls are written behind the marks.
+        """
         last = self.thought_mark if self.cut else self.text_mark
         if text.count(last) != 1:
             return None
         begin = text.index(last)
         end = begin + len(last)
-        if END_THINK not in self.raw and not self.cut:
+        if end_of_turn:
+            end = text.find(end_of_turn, end)
+            if end < 0:
+                return None
+        if not self.thinks:
             return begin, end
         thought = text.find(self.thought_mark)
         if thought < 0 or thought > begin:
@@ -153,12 +169,7 @@ def write_prompt(
             completions, rules[index] = find(message)
             if completions:
                 slots.append(Slot(index, completions, completions[-1].raw_text))
-    text = _render(chat, conversation, slots)
-    places = _places(slots, text)
-    while len(places) < len(slots):
-        slots = [slot for slot, _, _ in places]
-        text = _render(chat, conversation, slots)
-        places = _places(slots, text)
+    text, places = _marked(chat, conversation, slots)
     writer, cursor = _Writer(chat, encode), 0
     spliced: dict[int, Completion] = {}
     for slot, begin, end in places:
@@ -188,18 +199,46 @@ def _returned(rules: Mapping[int, Rule], spliced: Mapping[int, Completion]) -> t
     return tuple(replies)
 
 
-def _render(chat: Chat, conversation: Conversation, slots: Sequence[Slot]) -> str:
+def _marked(
+    chat: Chat, conversation: Conversation, slots: Sequence[Slot]
+) -> tuple[str, list[tuple[Slot, int, int]]]:
+    """The rendered text and where recorded replies stand in it.
+
+    Some templates refuse results of tools behind a reply without calls: they are told of the
+    calls. Where one refuses the marks all the same, its text is that of the client's messages.
+    """
+    called = False
+    while True:
+        try:
+            text = _render(chat, conversation, slots, called)
+        except TemplateError:
+            if not slots:
+                raise
+            slots, called = [] if called else slots, True
+            continue
+        places = _places(slots, text, conversation, chat.format.end_of_turn if called else "")
+        if len(places) == len(slots):
+            return text, places
+        slots = [slot for slot, _, _ in places]
+
+
+def _render(chat: Chat, conversation: Conversation, slots: Sequence[Slot], called: bool) -> str:
     messages = [message.wire() for message in conversation.messages]
     for slot in slots:
-        messages[slot.index] = slot.message()
+        calls = conversation.messages[slot.index].calls if called else ()
+        messages[slot.index] = slot.message(calls)
     return chat.format.render(messages, conversation.tools, True, **conversation.variables)
 
 
-def _places(slots: Sequence[Slot], text: str) -> list[tuple[Slot, int, int]]:
-    """The replies that stand whole and in order in a rendered text, and where."""
+def _places(
+    slots: Sequence[Slot], text: str, conversation: Conversation, end_of_turn: str
+) -> list[tuple[Slot, int, int]]:
+    """The replies that stand whole and in order in a rendered text, and where; `end_of_turn`:
+    calls are written behind the marks, up to this."""
     places, last = [], 0
     for slot in slots:
-        region = slot.region(text)
+        calls = conversation.messages[slot.index].calls
+        region = slot.region(text, end_of_turn if calls else "")
         if region is not None and region[0] >= last:
             places.append((slot, *region))
             last = region[1]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fake_engine import FakeEngine, run, served
+from openai import BadRequestError
 from pair_tokenizer import PairTokenizer, sampled
 from test_gateway_formats import TOOLS
 
@@ -17,7 +18,7 @@ from forge_jax.gateway.messages import ToolCall
 from forge_jax.gateway.parsers.formats import parser_for
 from forge_jax.models.chat import Chat, ChatFormat, built_in, reasoning_of, tool_format_of
 
-HEAD = """{%- set ns = namespace(user=-1) %}
+HEAD = """{%- set ns = namespace(user=-1, called=none) %}
 {%- for m in messages %}{% if m.role == "user" %}{% set ns.user = loop.index0 %}{% endif %}
 {%- endfor %}
 {%- for m in messages %}
@@ -52,6 +53,10 @@ QWEN3_CODER = """
 {%- endfor %}
 """
 MINIMAX = """
+{%- if m.role == "tool" and not ns.called %}
+    {{- raise_exception("there was no previous assistant message with a tool call!") }}
+{%- endif %}
+{%- if m.role == "assistant" %}{% set ns.called = m.tool_calls %}{% endif %}
 {%- set thought, answer = m.reasoning_content or "", m.content %}
 {%- if "</think>" in answer %}
     {%- set thought = answer.split("</think>")[0].strip("\\n").split("<think>")[-1].strip("\\n") %}
@@ -174,10 +179,31 @@ def test_a_thought_that_was_cut_is_continued() -> None:
             made = (await create(model="m", messages=talk, max_tokens=4)).choices[0].message
             kept = made.model_dump(exclude_none=True)
             assert kept["content"] == ""
-            tool = {"role": "tool", "tool_call_id": "x", "content": "go on"}
-            await create(model="m", messages=[*talk, kept, tool])
+            more = {"role": "system", "content": "go on"}
+            await create(model="m", messages=[*talk, kept, more])
             before, after = await up.turns("s")
             begin = before["prompt_ids"] + before["output_ids"]
             assert after["prompt_ids"][: len(begin)] == begin
+
+    run(test)
+
+
+def test_a_template_that_refuses_what_stands_for_a_reply_is_given_the_reply() -> None:
+    refuses = '{% if m.content | length > 9 %}{{ raise_exception("too long") }}{% endif %}'
+    form = ChatFormat(template=HEAD + refuses + "{{- m.content }}" + FOOT, end_of_turn="<|im_end|>")
+
+    async def test() -> None:
+        short = Chat(tokenizer=PairTokenizer(), format=form)
+        async with served(FakeEngine(lambda _: [*b"ok", short.stop_ids[0]]), short) as up:
+            talk: list[Any] = [{"role": "user", "content": "go"}]
+            create = up.of("s").chat.completions.create
+            kept = (await create(model="m", messages=talk)).choices[0].message
+            await create(model="m", messages=[*talk, kept.model_dump(), *talk])
+            _, after = await up.turns("s")
+            assert [reply["rule"] for reply in after["replies"]] == ["not_kept"]
+            with pytest.raises(BadRequestError, match="too long"):
+                await create(
+                    model="m", messages=[*talk, {"role": "user", "content": "far too long"}]
+                )
 
     run(test)

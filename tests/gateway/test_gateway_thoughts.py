@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from anthropic import AsyncAnthropic
-from fake_engine import LOOK, FakeEngine, Served, run, served, text_engine
+from fake_engine import LOOK, FakeEngine, Served, chat_of, run, served, text_engine
 from pair_tokenizer import PairTokenizer
 from test_gateway_protocols import USER
 from test_gateway_tools import cut
@@ -82,6 +82,24 @@ def test_a_thought_is_what_the_tags_enclose() -> None:
     for text, opened, parts in expected:
         parser = ThoughtParser(parser_for("hermes", (LOOK,), "c"), opened)
         assert split([*parser.feed(text), *parser.finish()]) == parts, text
+
+
+@pytest.mark.parametrize(
+    "text", ["abc</think>\n\nd", "a <think>b</think> c", "</think>", "<b></think>"]
+)
+@pytest.mark.parametrize("form", [chat(), chat_of("chatml")], ids=["thinks", "plain"])
+def test_tags_that_enclose_no_thought_are_text(form: Chat, text: str) -> None:
+    async def test() -> None:
+        async with served(text_engine(form, text), form) as up:
+            create = up.of("s").chat.completions.create
+            made = (await create(model="m", messages=USER)).choices[0].message
+            assert made.content == text
+            back = {"role": "assistant", "content": text}
+            more = {"role": "tool", "tool_call_id": "x", "content": "b"}
+            await create(model="m", messages=[*USER, back, more])
+            assert await chained(up, "s") == [True]
+
+    run(test)
 
 
 def test_signatures_and_seals_are_ours_alone() -> None:
