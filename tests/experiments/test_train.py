@@ -4,6 +4,7 @@ Runs are tiny (a few updates of two groups), synchronous where they are compared
 """
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -87,16 +88,24 @@ def test_a_killed_synchronous_run_continues_to_the_same_numbers(
 
 
 @pytest.mark.slow
-def test_a_killed_asynchronous_run_consumes_each_item_once(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run = start(*TINY, f"hydra.run.dir={folder}")
-    kill_after(run, folder, step=2, delay=0.1)
-    summary = finish(start(f"resume={folder}"))
+def test_an_asynchronous_run_killed_again_and_again_counts_exactly(tmp_path: Path) -> None:
+    rng = np.random.default_rng(int(os.environ.get("TRAIN_CHAOS_SEED", "0")))
+    folder, call = tmp_path / "run", (*TINY, f"hydra.run.dir={tmp_path}/run")
+    for step in (1, 3):
+        kill_after(start(*call), folder, step=step, delay=float(rng.random() * 0.5))
+        call = (f"resume={folder}",)
+    summary = finish(start(*call))
     history = [number for row in rows(folder) for number in row["items"]]
     assert len(history) == len(set(history)) == 10
     assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5]
     assert summary["lag_max"] <= summary["lag_bound"] == 4 + 2 - 1
     assert summary["episodes"] == 5 * 2 * 4
+    pool = Pool.open(str(folder / "pool"))
+    episodes = [episode for number in history for episode in pool.get(number)]
+    assert [episode.replica for episode in episodes] == [0, 1, 2, 3] * 10
+    sampled = sum(len(turn.output) for episode in episodes for turn in episode.turns)
+    assert summary["tokens_sampled"] == sampled
+    assert sampled == sum(row["tokens_sampled"] for row in rows(folder))
 
 
 @pytest.mark.parametrize("resume", [False, True])
