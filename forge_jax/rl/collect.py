@@ -15,7 +15,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from forge_jax.agents.sources import TaskSource
-from forge_jax.sched.answers import StoreUnavailable
+from forge_jax.config import UserError
+from forge_jax.sched.answers import StoreRefused, StoreUnavailable
 from forge_jax.sched.codec import CorruptObject
 from forge_jax.sched.pool import Pool
 from forge_jax.sched.window import WindowedFifo
@@ -120,11 +121,14 @@ class Collector:
         self._finish(number)
 
     async def _durably(self, call: Callable[[], T]) -> T:
-        """What a call of the pool gives, made again while the store is away."""
+        """What a call of the pool gives, made again while the store is away. Raises UserError at
+        once where the store refuses."""
         began, wait = time.monotonic(), FIRST_WAIT
         while True:
             try:
                 return await asyncio.to_thread(call)
+            except StoreRefused as error:  # which waiting does not mend
+                raise UserError(f"pool={self._pool.location}: {error}") from error
             except StoreUnavailable as error:
                 away = time.monotonic() - began
                 if away + wait > self._patience:

@@ -5,14 +5,14 @@ later one. The invariant: a key holds all of an item or is not there; what is no
 is never handed out; the first to put an item is the only one.
 
 Under the root, `items/000000000042` is item 42, `corrupt/000000000042` an object that was
-found damaged there, `segments/` holds items that were compacted (`segments`), and in a folder
-`locks/` has what writers lock. Calls block; threads and processes may share a pool.
+found damaged there, `segments/` holds items that were compacted (`segments`), `owner` says whose
+the items are, and `lease`, in a folder `locks/`, is what processes lock (`locks`). Calls block;
+threads and processes may share a pool.
 """
 
-import fcntl
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import json
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import tensorstore as ts
@@ -20,12 +20,14 @@ import tensorstore as ts
 from forge_jax.config import UserError
 from forge_jax.sched.answers import ANSWER_SECONDS, answer, names_under
 from forge_jax.sched.codec import CorruptObject, decode, encode
+from forge_jax.sched.locks import PoolBusy, keeping, locked
 from forge_jax.sched.segments import Segments
 from forge_jax.stores import CONTEXT, spec_of
 from forge_jax.types import Episode
 
 _ITEMS = "items/"
 _CORRUPT = "corrupt/"
+_OWNER = "owner"
 _LOCKS = 64  # files that writers of a folder lock, one for every so many items
 _DIGITS = 12
 
@@ -35,7 +37,8 @@ class Pool:
 
     An item number names one group for good: putting the same episodes again changes
     nothing, so that a producer that died after a put may repeat it, and putting other
-    episodes raises. Every call may raise StoreUnavailable, and may then be repeated.
+    episodes raises. Every call may raise StoreUnavailable, and may then be repeated, or
+    StoreRefused. `delete` and `compact` raise PoolBusy while another process is at either.
     """
 
     def __init__(self, store: ts.KvStore, folder: Path | None = None):
@@ -65,6 +68,22 @@ class Pool:
             reason = str(error) or f"no answer in {ANSWER_SECONDS:g} seconds"
             raise UserError(f"pool={location!r} cannot be opened: {reason}") from error
 
+    @property
+    def location(self) -> str:
+        """Where the items are, as a kvstore spec that `open` takes."""
+        return json.dumps(self._store.spec().to_json())
+
+    def owner(self) -> bytes | None:
+        """What the pool's owner is, or None where nobody has claimed it."""
+        found = answer(self._store.read(_OWNER))
+        return found.value if found.state == "value" else None
+
+    def claim(self, owner: bytes) -> bytes:
+        """Makes `owner` the pool's unless it has one already; the one it then has."""
+        with self._alone(_OWNER):
+            answer(self._store.write(_OWNER, owner, if_equal=self._absent))
+            return answer(self._store.read(_OWNER)).value
+
     def put(self, item: int, episodes: Sequence[Episode]) -> bool:
         """Stores an item; on return it survives the death of the process.
 
@@ -80,7 +99,7 @@ class Pool:
     def put_object(self, item: int, data: bytes) -> bool:
         """`put`, of episodes that are encoded."""
         key = _key(item)
-        with self._alone(item):
+        with self._alone(_lock(item)):
             while True:
                 # A write that the store did and whose answer was lost is met below as `present`.
                 wrote = answer(self._store.write(key, data, if_equal=self._absent))
@@ -103,7 +122,8 @@ class Pool:
         try:
             return decode(data, key)
         except CorruptObject:
-            self._put_aside(item, data)
+            if not self._put_aside(item, data):
+                self._put_aside_compacted(item, data)
             raise
 
     def get_object(self, item: int) -> bytes:
@@ -134,9 +154,13 @@ class Pool:
     def delete(self, items: Iterable[int]) -> None:
         """Removes items; those that are not there are no error."""
         gone = set(items)
-        self._segments.without(gone)
-        for write in [self._store.write(_key(item), None) for item in gone]:
-            answer(write)
+        if not gone:
+            return
+        with keeping(self._store, self._folder) as held:
+            self._segments.without(gone, held)
+            held()
+            for write in [self._store.write(_key(item), None) for item in gone]:
+                answer(write)
 
     def keep_only(self, items: Iterable[int]) -> tuple[int, ...]:
         """Removes every item but these, and says which it removed.
@@ -153,8 +177,12 @@ class Pool:
 
         Damaged ones are put aside, as `get` does. A process may be killed at any moment, and
         the same items compacted again: an object is deleted only when the segment that has
-        it was read back. One process compacts or deletes at a time.
+        it was read back.
         """
+        with keeping(self._store, self._folder) as held:
+            return self._compact(items, held)
+
+    def _compact(self, items: Sequence[int], held: Callable[[], None]) -> int:
         self._segments.refresh()
         reads = {item: self._store.read(_key(item)) for item in items}
         present = {item: answer(read) for item, read in reads.items()}
@@ -164,8 +192,10 @@ class Pool:
         for item in damaged | {i for i in doubled if self._segments.read(i) != present[i].value}:
             self._put_aside(item, present[item].value)  # what a segment has was put first
         fresh = present.keys() - damaged - doubled
+        held()
         if fresh:
             self._segments.write({item: present[item].value for item in fresh})
+            held()
         gone = [
             self._store.write(_key(item), None, if_equal=present[item].stamp.generation)
             for item in present.keys() - damaged
@@ -183,38 +213,35 @@ class Pool:
         answer(self._store.write(key, None, if_equal=generation))
         return _same(data, compacted, key)
 
-    def _put_aside(self, item: int, data: bytes) -> None:
-        """Moves the object of an item under `corrupt/`, unless it is no longer `data`."""
+    def _put_aside(self, item: int, data: bytes) -> bool:
+        """Moves the object of an item under `corrupt/`, unless it is no longer `data`. False
+        where the item has none of its own."""
         key = _key(item)
-        with self._alone(item):
+        with self._alone(_lock(item)):
             present = answer(self._store.read(key))
-            if present.state == "value":
-                if present.value == data:
-                    self._quarantine(key, present)
-            elif self._segments.read(item) == data:
-                answer(self._store.write(_CORRUPT + key.removeprefix(_ITEMS), data))
-                self._segments.without({item})
+            if present.state == "value" and present.value == data:
+                self._quarantine(key, present)
+        return present.state == "value"
+
+    def _put_aside_compacted(self, item: int, data: bytes) -> None:
+        """The same of an item in a segment, unless another process is at the segments."""
+        try:
+            with keeping(self._store, self._folder) as held:
+                if self._segments.read(item) == data:
+                    key = _key(item).removeprefix(_ITEMS)
+                    answer(self._store.write(_CORRUPT + key, data))
+                    self._segments.without({item}, held)
+        except PoolBusy:
+            return  # whoever reads it next puts it aside
 
     def _quarantine(self, key: str, present: ts.KvStore.ReadResult) -> None:
         answer(self._store.write(_CORRUPT + key.removeprefix(_ITEMS), present.value))
         # Unless another has healed it meanwhile.
         answer(self._store.write(key, None, if_equal=present.stamp.generation))
 
-    @contextmanager
-    def _alone(self, item: int) -> Iterator[None]:
-        """Holds, in a folder, the lock of the item; the system frees it when a process dies."""
-        if self._folder is None:
-            with nullcontext():
-                yield
-            return
-        locks = self._folder / "locks"
-        locks.mkdir(parents=True, exist_ok=True)
-        handle = os.open(locks / f"{item % _LOCKS:02d}", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(handle)
+    def _alone(self, name: str) -> AbstractContextManager[None]:
+        """Holds, in a folder, a lock; the system frees it when a process dies."""
+        return nullcontext() if self._folder is None else locked(self._folder, name)
 
 
 def _same(data: bytes, present: bytes, key: str) -> bool:
@@ -236,6 +263,10 @@ def _key(item: int) -> str:
     if not 0 <= item < 10**_DIGITS:
         raise ValueError(f"{item=} is not in [0, 10**{_DIGITS})")
     return f"{_ITEMS}{item:0{_DIGITS}d}"
+
+
+def _lock(item: int) -> str:
+    return f"{item % _LOCKS:02d}"
 
 
 def _number(name: str) -> int:

@@ -11,7 +11,7 @@ each item, in order), and the objects, each of which proves itself whole (`codec
 import hashlib
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorstore as ts
@@ -91,14 +91,16 @@ class Segments:
         self.refresh()
         return name
 
-    def without(self, items: set[int]) -> None:
-        """Removes items: a segment that holds some is written anew, and then deleted."""
+    def without(self, items: set[int], held: Callable[[], None]) -> None:
+        """Removes items: a segment that holds some is written anew, and then deleted. `held` is
+        called before either, and raises where another may do so too."""
         self.refresh()
         for name, index in self._indexes.items():
             if items.isdisjoint(index):
                 continue
             whole = answer(self._store.read(name)).value
             left = {i: whole[start:end] for i, (start, end) in index.items() if i not in items}
+            held()
             if left:
                 self.write(left)
             answer(self._store.write(name, None))

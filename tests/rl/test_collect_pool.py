@@ -1,6 +1,7 @@
 """A pool that is slow or away: nothing is lost, and no more is admitted than the window allows."""
 
 import asyncio
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import tensorstore as ts
 from test_collect import group
 
 from forge_jax.agents.sources import TaskSource
+from forge_jax.config import UserError
 from forge_jax.rl import collect
 from forge_jax.rl.collect import Collector, Group
 from forge_jax.sched.answers import StoreUnavailable
@@ -18,14 +20,15 @@ from forge_jax.sched.window import WindowedFifo
 from forge_jax.types import Task
 
 N, W = 4, 2
+AWAY = "ABORTED: All 2 retry attempts failed"
 
 
 class Flaky:
     """A store in memory of which every write of an item is slow, or fails so many times."""
 
-    def __init__(self, slow: float = 0.0, failures: int = 0):
+    def __init__(self, slow: float = 0.0, failures: int = 0, fault: str = AWAY):
         self._inner = ts.KvStore.open("memory://").result()
-        self.slow, self.failures = slow, failures
+        self.slow, self.failures, self._fault = slow, failures, ValueError(fault)
         self.written = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -35,14 +38,14 @@ class Flaky:
         time.sleep(self.slow)
         if self.failures:
             self.failures -= 1
-            return _failed()
+            return _failed(self._fault)
         self.written += 1
         return self._inner.write(key, value, **conditions)
 
 
-def _failed() -> Any:
+def _failed(fault: Exception) -> Any:
     promise, future = ts.Promise.new()
-    promise.set_exception(ValueError("ABORTED: All 2 retry attempts failed"))
+    promise.set_exception(fault)
     return future
 
 
@@ -88,3 +91,19 @@ def test_a_pool_that_stays_away_ends_the_run_with_that_fault(tmp_path: Path) -> 
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(consumed(Flaky(failures=10**6), patience=0.3, items=1))
     assert caught.group_contains(StoreUnavailable, match="ABORTED")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "PERMISSION_DENIED: AccessDenied: no",
+        "NOT_FOUND: NoSuchBucket: no",
+        "ExpiredToken: no [http_response_code='400']",
+        "FAILED_PRECONDITION: Failed to open directory: Not a directory",
+    ],
+)
+def test_a_pool_that_refuses_ends_the_run_at_once(fault: str) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(consumed(Flaky(failures=10**6, fault=fault), patience=1e9, items=1))
+    named = re.escape(f'pool={{"driver": "memory"}}: the store refuses: {fault}')
+    assert caught.group_contains(UserError, match=named)

@@ -1,8 +1,8 @@
 """Writers and a reader in processes of their own, killed at random moments, on files and on S3.
 
-Two writers put every item, so each number is raced for. What a writer was told is stored stays;
-what is read is whole; counts are exact once the survivors are done. POOL_CHAOS_SECONDS=600
-goes on for longer.
+Two writers put every item, so each number is raced for, and two compact. What a writer was
+told is stored stays; what is read is whole; counts are exact once the survivors are done.
+POOL_CHAOS_SECONDS=600 goes on for longer.
 """
 
 import os
@@ -46,12 +46,17 @@ while True:
     time.sleep(0.01)
 """
 COMPACTOR = """
-import sys
+import sys, time
+from forge_jax.sched import locks
 from forge_jax.sched.pool import Pool
+locks.LEASE_SECONDS = 0.5  # of one that is killed
 pool = Pool.open(sys.argv[1])
 print("ready", flush=True)
 while True:
-    pool.compact(pool.loose()[:-4])
+    try:
+        pool.compact(pool.loose()[:-4])
+    except locks.PoolBusy:
+        time.sleep(0.01)
 """
 
 
@@ -98,11 +103,11 @@ def test_nothing_is_lost_doubled_or_seen_in_part(location: str) -> None:
     ends = time.monotonic() + SECONDS
     while first < ITEMS and (time.monotonic() < ends or first == 0):
         writers = [Child(WRITER, location, first, first + ITEMS, LARGEST) for _ in range(2)]
-        others = [Child(READER, location, LARGEST), Child(COMPACTOR, location)]
+        others = [Child(READER, location, LARGEST), *(Child(COMPACTOR, location) for _ in "12")]
         for process in (*writers, *others):
             process.ready()
         time.sleep(rng.uniform(0.05, 0.5))
-        for process in rng.sample([*writers, *others], 4):
+        for process in rng.sample([*writers, *others], 5):
             process.kill()
             time.sleep(rng.uniform(0, 0.05))
         for process in others:
