@@ -8,6 +8,7 @@ template keeps its history, and differs exactly where the template or the client
 changed something.
 """
 
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from forge_jax.types import Rule
 
 # Private-use characters around a number that no client can guess.
 SECRET = secrets.token_hex(8)
+MARK = re.compile(f"\ue000{SECRET}-[0-9]+(?:-thought)?\ue001")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,25 +83,29 @@ class Slot:
         named = [replace(call, arguments="{}").wire() for call in calls]
         return {**message, "tool_calls": named} if named else message
 
-    def region(self, text: str, end_of_turn: str = "") -> tuple[int, int] | None:
+    def region(
+        self, text: str, marks: Mapping[str, Sequence[int]], end_of_turn: str = ""
+    ) -> tuple[int, int] | None:
         """Where the reply stands in `text`; None if the template did not keep all of it.
 
-        `end_of_turn` ends it where its calls are written behind the marks.
+        `marks`: where the marks of all replies stand. `end_of_turn` ends it where its calls are
+        written behind the marks.
         """
         last = self.thought_mark if self.cut else self.text_mark
-        if text.count(last) != 1:
+        found = marks.get(last, ())
+        if len(found) != 1:
             return None
-        begin = text.index(last)
-        end = begin + len(last)
+        begin, end = found[0], found[0] + len(last)
         if end_of_turn:
             end = text.find(end_of_turn, end)
             if end < 0:
                 return None
         if not self.thinks:
             return begin, end
-        thought = text.find(self.thought_mark)
-        if thought < 0 or thought > begin:
+        thoughts = marks.get(self.thought_mark, ())
+        if not thoughts or thoughts[0] > begin:
             return None
+        thought = thoughts[0]
         if not self.raw.lstrip().startswith(THINK):
             return thought, end  # the tag belongs to the header before the reply
         opening = text.rfind(THINK, 0, thought)
@@ -235,10 +241,13 @@ def _places(
 ) -> list[tuple[Slot, int, int]]:
     """The replies that stand whole and in order in a rendered text, and where; `end_of_turn`:
     calls are written behind the marks, up to this."""
+    marks: dict[str, list[int]] = {}
+    for found in MARK.finditer(text):  # once, however many replies there are
+        marks.setdefault(found.group(), []).append(found.start())
     places, last = [], 0
     for slot in slots:
         calls = conversation.messages[slot.index].calls
-        region = slot.region(text, end_of_turn if calls else "")
+        region = slot.region(text, marks, end_of_turn if calls else "")
         if region is not None and region[0] >= last:
             places.append((slot, *region))
             last = region[1]
