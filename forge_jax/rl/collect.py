@@ -19,7 +19,7 @@ from forge_jax.config import UserError
 from forge_jax.sched.answers import StoreRefused, StoreUnavailable
 from forge_jax.sched.codec import CorruptObject
 from forge_jax.sched.pool import Pool
-from forge_jax.sched.window import WindowedFifo
+from forge_jax.sched.queue import Queue
 from forge_jax.types import Episode, Task
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ class Taken:
 
     number: int
     lag: int  # items consumed between its admission and its own consumption
+    updates: int  # ... updates complete
     episodes: Group  # empty if the pool's object was corrupt
 
 
@@ -44,7 +45,7 @@ class Collector:
     def __init__(
         self,
         *,
-        window: WindowedFifo,
+        window: Queue,
         pool: Pool,
         source: TaskSource,
         play: Callable[[int, Task], Awaitable[Group]],
@@ -87,12 +88,12 @@ class Collector:
                 self._changed.clear()
                 await self._changed.wait()
                 continue
-            lag = self._window.last_lag
+            lag, updates = self._window.last_lag, self._window.last_updates
             del self._tasks[number]
             if refill:
                 self.fill(workers)
             episodes = await self._durably(functools.partial(self._read, number))
-            taken.append(Taken(number=number, lag=lag, episodes=episodes))
+            taken.append(Taken(number=number, lag=lag, updates=updates, episodes=episodes))
         return taken
 
     def _read(self, number: int) -> Group:
@@ -109,6 +110,10 @@ class Collector:
             run = workers.create_task(self._run(number, self._tasks[number]))
             self._running.add(run)
             run.add_done_callback(self._running.discard)
+
+    def updated(self) -> None:
+        """An update is complete, and what is sampled from now on has its weights."""
+        self._window.update()
 
     def cancel(self) -> None:
         """Ends everything in flight; its items stay unconsumed."""

@@ -98,6 +98,7 @@ async def reinforce(
                 device, merge, tuned(base, state.params), step_cfg.lora
             )
             await engine.swap(step, weights)
+            collector.updated()
             row = {"step": step} | episode_row(taken) | lineage_row(taken)
             row |= batch_row(taken, batch.samples, batch.trees)
             row |= drafts_row(before, engine.stats())

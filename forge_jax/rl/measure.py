@@ -65,6 +65,7 @@ def episode_row(taken: Sequence[Taken]) -> dict[str, Any]:
         "lags": lags,
         "lag_mean": float(np.mean(lags)),
         "lag_max": max(lags),
+        "lag_updates_max": max(item.updates for item in taken),
         "episodes": len(episodes),
         "reward": mean([e.outcome.reward for e in valid]),
         "mean_turns": mean([len(e.turns) for e in valid]),

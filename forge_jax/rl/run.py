@@ -21,7 +21,7 @@ from rich.progress import Progress
 from forge_jax.agents.families import agent_of
 from forge_jax.agents.protocol import Agent
 from forge_jax.agents.sources import TaskSource
-from forge_jax.config import RolloutConfig, TrainConfig, UserError
+from forge_jax.config import RolloutConfig, SchedConfig, TrainConfig, UserError
 from forge_jax.models.hf_lora import export_adapter
 from forge_jax.models.load import LoadedModel
 from forge_jax.models.lora import merge, tuned
@@ -37,9 +37,10 @@ from forge_jax.rl.serving import Serving, engine_elsewhere, serving
 from forge_jax.rl.start import Start, beginning, prepared, step_config
 from forge_jax.rl.state import TrainState
 from forge_jax.rollout.fitting import check_model, over_places
+from forge_jax.sched.policies import Window
 from forge_jax.sched.pool import Pool
+from forge_jax.sched.queue import Queue
 from forge_jax.sched.split import forest_of
-from forge_jax.sched.window import WindowedFifo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +242,7 @@ def new_collector(run: Run, up: Serving) -> Collector:
     sched = run.cfg.sched
     one = player(run, up, "train", run.cfg.seed, run.cfg.temperature)
     return Collector(
-        window=WindowedFifo(in_flight=sched.places, window=sched.window),
+        window=new_queue(sched),
         pool=Pool.open(str(run.folder / "pool")),
         source=TaskSource((run.cfg.task,), seed=run.cfg.seed, split="train"),
         play=lambda number, task: one.group(number, task, sched.group),
@@ -249,12 +250,17 @@ def new_collector(run: Run, up: Serving) -> Collector:
     )
 
 
+def new_queue(sched: SchedConfig) -> Queue:
+    """The generation queue of a run, empty."""
+    policy = Window(in_flight=sched.places, window=sched.window)
+    return Queue(policy, batch=sched.batch)
+
+
 def summary_of(run: Run, keeper: Keeper, after: Evaluation) -> dict[str, Any]:
     """The contents of summary.json."""
     cfg, totals = run.cfg, keeper.totals
     rewards = [row["reward"] for row in run.reporter.rows]  # None where no episode was valid
     tenth = max(1, len(rewards) // 10)
-    window = WindowedFifo(in_flight=cfg.sched.places, window=cfg.sched.window)
     return {
         "steps": cfg.steps,
         "reward_first": mean([r for r in rewards[:tenth] if r is not None]),
@@ -269,7 +275,7 @@ def summary_of(run: Run, keeper: Keeper, after: Evaluation) -> dict[str, Any]:
         "tree_token_ratio": totals.tokens_total / max(1, totals.tokens_unique),
         "lag_mean": totals.lag_sum / max(1, totals.items),
         "lag_max": totals.lag_max,
-        "lag_bound": window.lag_bound,
+        "lag_bound": new_queue(cfg.sched).lag_bound,
         "seconds": keeper.seconds(),
         "run_dir": str(run.folder),
     }

@@ -2,7 +2,7 @@
 
 Flows in: how long each item is in service, and the sizes of the queue. Flows out: the
 order of consumption and what it costs in lag, idle time and bias towards short items.
-The invariant: the order is `WindowedFifo`'s own, so what holds here holds in a run.
+The invariant: the order is the `Queue`'s own, so what holds here holds in a run.
 
 Time is in seconds from 0. Items are admitted in order, at once, while places are free,
 and are in service from admission on. An idle trainer consumes one item whenever it can,
@@ -16,7 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from forge_jax.config import check
-from forge_jax.sched.window import WindowedFifo
+from forge_jax.sched.policies import Window
+from forge_jax.sched.queue import Queue
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,38 +63,39 @@ def simulate(
 
     `progress` is told the number of items consumed so far, once a batch.
     """
-    fifo = WindowedFifo(in_flight=trace.in_flight, window=window)
+    queue = Queue(Window(in_flight=trace.in_flight, window=window), batch=trace.batch)
     total = len(trace.service)
     serving: list[tuple[float, int]] = []  # heap of (end of service, item)
     order: list[int] = []
     lags: list[int] = []
     now = waited = 0.0
-    _admit(trace, fifo, serving, now)
+    _admit(trace, queue, serving, now)
     while len(order) < total:
         while serving and serving[0][0] <= now:
-            fifo.finish(heapq.heappop(serving)[1])
-        taken = fifo.take()
+            queue.finish(heapq.heappop(serving)[1])
+        taken = queue.take()
         if taken is None:  # then the head is in service, and its end is still to come
             waited += serving[0][0] - now
             now = serving[0][0]
             continue
         order.append(taken)
-        lags.append(fifo.last_lag)
-        _admit(trace, fifo, serving, now)
+        lags.append(queue.last_lag)
+        _admit(trace, queue, serving, now)
         if len(order) % trace.batch == 0 or len(order) == total:
             # Nothing is admitted meanwhile, so what finishes can be told afterwards.
             now += trace.train_seconds
+            queue.update()
             progress(len(order))
-    return _schedule(trace, fifo, order, lags, now, waited)
+    return _schedule(trace, queue, order, lags, now, waited)
 
 
-def _admit(trace: Trace, fifo: WindowedFifo, serving: list[tuple[float, int]], now: float) -> None:
-    while fifo.admitted < len(trace.service) and (item := fifo.admit()) is not None:
+def _admit(trace: Trace, queue: Queue, serving: list[tuple[float, int]], now: float) -> None:
+    while queue.admitted < len(trace.service) and (item := queue.admit()) is not None:
         heapq.heappush(serving, (now + trace.service[item], item))
 
 
 def _schedule(
-    trace: Trace, fifo: WindowedFifo, order: list[int], lags: list[int], end: float, waited: float
+    trace: Trace, queue: Queue, order: list[int], lags: list[int], end: float, waited: float
 ) -> Schedule:
     total, served = len(order), math.fsum(trace.service)
     half = order[: max(1, total // 2)]
@@ -102,7 +104,7 @@ def _schedule(
         order=order,
         lags=lags,
         batches=[order[i : i + trace.batch] for i in range(0, total, trace.batch)],
-        lag_bound=fifo.lag_bound,
+        lag_bound=queue.lag_bound,
         makespan=end,
         trainer_idle=waited / end if end > 0 else 0.0,
         generator_idle=max(0.0, 1 - served / (trace.in_flight * end)) if end > 0 else 0.0,

@@ -56,7 +56,7 @@ def random_group(rng: np.random.Generator, item: int) -> tuple[Episode, ...]:
 @pytest.mark.parametrize("seed", range(30))
 def test_tokens_sampled_are_trained_or_left_out_for_one_reason(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    taken = [Taken(number=i, lag=0, episodes=random_group(rng, i)) for i in range(6)]
+    taken = [Taken(number=i, lag=0, updates=0, episodes=random_group(rng, i)) for i in range(6)]
     for item in taken:
         trained = sum(int(s.mask.sum()) for s, _ in group_samples(item.episodes))
         sampled = sum(len(t.output) for e in item.episodes for t in e.turns)

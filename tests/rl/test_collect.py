@@ -13,8 +13,9 @@ from small_policy import make_turn
 
 from forge_jax.agents.sources import TaskSource
 from forge_jax.rl.collect import Collector, Group, Taken
+from forge_jax.sched.policies import Window
 from forge_jax.sched.pool import Pool
-from forge_jax.sched.window import WindowedFifo
+from forge_jax.sched.queue import Queue
 from forge_jax.types import Episode, Outcome, Status, Task
 
 
@@ -41,7 +42,7 @@ class Players:
 
 def collector(folder: Path, players: Players, n: int = 6, w: int | None = 3) -> Collector:
     return Collector(
-        window=WindowedFifo(in_flight=n, window=w),
+        window=Queue(Window(in_flight=n, window=w), batch=1),
         pool=Pool.open(str(folder)),
         source=TaskSource(("hop",), seed=0, split="train"),
         play=players.play,

@@ -15,8 +15,9 @@ from forge_jax.config import UserError
 from forge_jax.rl import collect
 from forge_jax.rl.collect import Collector, Group
 from forge_jax.sched.answers import StoreUnavailable
+from forge_jax.sched.policies import Window
 from forge_jax.sched.pool import Pool
-from forge_jax.sched.window import WindowedFifo
+from forge_jax.sched.queue import Queue
 from forge_jax.types import Task
 
 N, W = 4, 2
@@ -61,7 +62,7 @@ async def consumed(store: Flaky, patience: float, items: int) -> tuple[list[int]
         return group(number, task)
 
     one = Collector(
-        window=WindowedFifo(in_flight=N, window=W),
+        window=Queue(Window(in_flight=N, window=W), batch=1),
         pool=Pool(store),  # type: ignore[arg-type]
         source=TaskSource(("hop",), seed=0, split="train"),
         play=play,

@@ -23,9 +23,14 @@ def episode(reward: float, calls: int = 1, **outcome: Any) -> Episode:
 
 BROKEN = episode(1.0, status=Status.AGENT_FAILED, error="KeyError: 'x'", metrics={"wipes": 9.0})
 TAKEN = [
-    Taken(number=4, lag=2, episodes=(episode(1.0, 3, metrics={"wipes": 2.0}), BROKEN)),
-    Taken(number=3, lag=5, episodes=(episode(0.0, 1, metrics={"wipes": 1.0, "turns": 1.0}),)),
-    Taken(number=7, lag=0, episodes=()),
+    Taken(number=4, lag=2, updates=0, episodes=(episode(1.0, 3, metrics={"wipes": 2.0}), BROKEN)),
+    Taken(
+        number=3,
+        lag=5,
+        updates=0,
+        episodes=(episode(0.0, 1, metrics={"wipes": 1.0, "turns": 1.0}),),
+    ),
+    Taken(number=7, lag=0, updates=0, episodes=()),
 ]
 
 
@@ -42,7 +47,7 @@ def test_rates_are_of_valid_episodes_and_counts_of_all() -> None:
 
 
 def test_nothing_valid_has_no_rates() -> None:
-    row = episode_row([Taken(number=0, lag=0, episodes=(BROKEN,))])
+    row = episode_row([Taken(number=0, lag=0, updates=0, episodes=(BROKEN,))])
     assert row["reward"] is None
     assert row["mean_turns"] is None
     assert not [name for name in row if name.startswith("agent_")]
@@ -84,7 +89,11 @@ def test_a_row_tells_how_its_calls_came_out_of_each_other() -> None:
         None,  # written before lineages were
     ]
     turns = [dataclasses.replace(make_turn([1], [2], [0]), lineage=one) for one in lineages]
-    taken = [Taken(number=0, lag=0, episodes=(dataclasses.replace(BROKEN, turns=tuple(turns)),))]
+    taken = [
+        Taken(
+            number=0, lag=0, updates=0, episodes=(dataclasses.replace(BROKEN, turns=tuple(turns)),)
+        )
+    ]
     assert json.loads(json.dumps(lineage_row(taken))) == {
         "fork_rate": 2 / 4, "forks": {"truncated": 1, "rerendered": 1}, "splice_rate": 3 / 5,
         "replies": {"call_id": 2, "foreign": 1, "content": 1, "not_kept": 1},

@@ -1,4 +1,4 @@
-"""Windowed FIFO: what may be taken, in which order, how late, and across a restart."""
+"""The generation queue: what may be taken, in which order, how late, and across a restart."""
 
 import json
 import random
@@ -7,9 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from forge_jax.config import UserError
-from forge_jax.sched.window import WindowedFifo
+from forge_jax.sched.policies import Window
+from forge_jax.sched.queue import Queue
 
 BLOCKS, ORDERS = 20, 150  # seeded orders: 3000 in all
+
+
+def windowed(in_flight: int, window: int | None) -> Queue:
+    return Queue(Window(in_flight=in_flight, window=window), batch=1)
 
 
 class Witness:
@@ -17,7 +22,8 @@ class Witness:
 
     def __init__(self, rng: random.Random, total: int, in_flight: int, window: int | None):
         self.rng, self.total, self.window = rng, total, window
-        self.fifo = WindowedFifo(in_flight=in_flight, window=window)
+        self.in_flight = in_flight
+        self.fifo = windowed(in_flight, window)
         self.running: list[int] = []
         self.finished: list[int] = []  # unconsumed, in the order they finished
         self.order: list[int] = []
@@ -39,7 +45,7 @@ class Witness:
     def admit(self) -> None:
         if self.fifo.admitted == self.total:
             return
-        room = len(self.running) + len(self.finished) < self.fifo.in_flight
+        room = len(self.running) + len(self.finished) < self.in_flight
         number = self.fifo.admit()
         assert (number is not None) == room
         if number is not None:
@@ -66,7 +72,7 @@ class Witness:
     def play_in_steps(self, batch: int) -> None:
         """Admits only between steps of `batch` consumptions, and then all it can."""
         while len(self.order) < self.total:
-            for _ in range(self.fifo.in_flight):
+            for _ in range(self.in_flight):
                 self.admit()
             end = min(len(self.order) + batch, self.total)
             while len(self.order) < end:
@@ -103,7 +109,7 @@ def test_a_restored_queue_continues_as_if_nothing_had_happened(block: int) -> No
             if interruptions.random() < 0.2:
                 state = json.loads(json.dumps(resumed.fifo.state()))
                 old = resumed.fifo
-                resumed.fifo = WindowedFifo(in_flight=old.in_flight, window=old.window)
+                resumed.fifo = windowed(resumed.in_flight, resumed.window)
                 resumed.fifo.restore(state)
                 assert resumed.fifo.state() == state
                 assert resumed.fifo.running == old.running
@@ -112,7 +118,7 @@ def test_a_restored_queue_continues_as_if_nothing_had_happened(block: int) -> No
         assert (resumed.order, resumed.lags) == (plain.order, plain.lags)
 
 
-def hung(fifo: WindowedFifo, total: int, late: int, step: int = 1) -> tuple[list[int], list[int]]:
+def hung(fifo: Queue, total: int, late: int, step: int = 1) -> tuple[list[int], list[int]]:
     """All items finish at once but `late`, which finishes when nothing else can be taken.
 
     Places are filled after every `step` consumptions. Returns the order of consumption
@@ -136,14 +142,14 @@ def hung(fifo: WindowedFifo, total: int, late: int, step: int = 1) -> tuple[list
 @pytest.mark.parametrize("in_flight", [2, 3, 5, 8])
 @pytest.mark.parametrize("window", [0, 1, 3, 8, 20])
 def test_the_lag_bound_is_attained(in_flight: int, window: int) -> None:
-    fifo = WindowedFifo(in_flight=in_flight, window=window)
+    fifo = windowed(in_flight, window)
     late = in_flight - 1
     order, before = hung(fifo, 60, late)
     assert order.index(late) - before[late] == fifo.lag_bound == in_flight + window - 1
 
 
 def test_greedy_has_no_bound() -> None:
-    fifo = WindowedFifo(in_flight=2, window=None)
+    fifo = windowed(2, None)
     assert fifo.lag_bound is None
     assert hung(fifo, 500, 0)[0][-1] == 0
 
@@ -172,13 +178,13 @@ def test_the_lag_bound_in_updates(block: int, freed: str) -> None:
     for witness in draws(block):
         if witness.window is None:
             continue
-        batch = witness.rng.randint(1, witness.fifo.in_flight)
+        batch = witness.rng.randint(1, witness.in_flight)
         if freed == "after the step":
             witness.play_in_steps(batch)
         else:
             witness.play()
         before = [witness.before[n] for n in range(witness.total)]
-        bound = (witness.fifo.in_flight + witness.window - 1) // batch + DISCIPLINES[freed]
+        bound = (witness.in_flight + witness.window - 1) // batch + DISCIPLINES[freed]
         assert max(update_lags(witness.order, before, batch, freed)) <= bound
 
 
@@ -191,7 +197,7 @@ def test_the_lag_bound_in_updates_is_attained(
 ) -> None:
     worst = 0
     for late in range(40):
-        fifo = WindowedFifo(in_flight=in_flight, window=window)
+        fifo = windowed(in_flight, window)
         step = batch if freed == "after the step" else 1
         order, before = hung(fifo, 80, late, step)
         worst = max(worst, *update_lags(order, before, batch, freed))
@@ -199,7 +205,7 @@ def test_the_lag_bound_in_updates_is_attained(
 
 
 def test_misuse_is_refused() -> None:
-    fifo = WindowedFifo(in_flight=2, window=0)
+    fifo = windowed(2, 0)
     fifo.admit()
     for number in (-1, 1, 7):
         with pytest.raises(ValueError, match=f"number={number} is not admitted"):
@@ -215,12 +221,12 @@ def test_misuse_is_refused() -> None:
 @pytest.mark.parametrize(("in_flight", "window"), [(0, 0), (-3, None), (4, -1)])
 def test_impossible_sizes_are_refused(in_flight: int, window: int | None) -> None:
     with pytest.raises(ValueError, match=r"(in_flight|window)=-?\d+ must be"):
-        WindowedFifo(in_flight=in_flight, window=window)
+        windowed(in_flight, window)
 
 
 def some_state() -> dict:
     """Items 0 and 2 consumed, 1 (the head) and 4 running, 3 finished."""
-    fifo = WindowedFifo(in_flight=3, window=2)
+    fifo = windowed(3, 2)
     for _ in range(3):
         fifo.admit()
     for number in (0, 2):
@@ -234,26 +240,34 @@ def some_state() -> dict:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"in_flight": 4}, "in_flight=3.*in_flight=4"),
-        ({"window": None}, "window=2.*window=None"),
+        ({"policy": {"kind": "Window", "in_flight": 4, "window": 2}}, "in_flight=4.*in_flight=3"),
+        ({"policy": {"kind": "Window", "in_flight": 3, "window": None}}, "window=None.*window=2"),
+        ({"policy": {"kind": "Window", "in_flight": 3}}, "window=None.*window=2"),
+        ({"policy": {"kind": "GreedyDrop", "in_flight": 3, "window": 2}}, "kind='GreedyDrop'"),
+        ({"policy": 3}, "policy=3"),
         ({"head": 2.0}, "head=2.0"),
         ({"head": 2}, "head=2"),
         ({"head": -1}, "head=-1"),
         ({"admitted": 6}, "items are"),
         ({"admitted": True}, "admitted=True"),
+        ({"consumed": 3}, "consumed=3"),
+        ({"version": -1}, "version=-1"),
         ({"ahead": [1]}, "ahead"),
-        ({"ahead": [9]}, "ahead"),
+        ({"ahead": [9]}, "items are"),
         ({"ahead": ["2"]}, "ahead"),
         ({"ahead": None}, "ahead"),
-        ({"finished": [[3, 99]]}, "item 3"),
-        ({"finished": [[3, 1], [1, 0]]}, "items are"),
-        ({"finished": [3]}, "3 must be a number"),
+        ({"finished": [[3, 99, 0]]}, "item 3"),
+        ({"finished": [[3, 1, 9]]}, "item 3"),
+        ({"finished": [[3, 1, 0], [1, 0, 0]]}, "items are"),
+        ({"finished": [3]}, "3 must be 3 integers"),
         ({"running": {}}, "running"),
+        ({"edges": [[1]]}, "edges"),
+        ({"evicted": {"dropped": 0}}, "evicted"),
         ({"extra": 1}, "extra"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(change: dict, named: str) -> None:
-    fifo = WindowedFifo(in_flight=3, window=2)
+    fifo = windowed(3, 2)
     untouched = fifo.state()
     with pytest.raises(UserError, match=named):
         fifo.restore(some_state() | change)
@@ -268,4 +282,4 @@ def test_a_state_with_a_missing_key_is_refused(key: str) -> None:
     state = some_state()
     del state[key]
     with pytest.raises(UserError, match="keys are"):
-        WindowedFifo(in_flight=3, window=2).restore(state)
+        windowed(3, 2).restore(state)
