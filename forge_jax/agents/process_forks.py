@@ -38,20 +38,19 @@ class ForkedProcesses:
         self._cfg = cfg
         self._sandbox = sandbox
         self._places = asyncio.Semaphore(cfg.places)
-        self._nurseries: dict[Address, Nursery] = {}  # by the gateway that they reach
+        self._newest: dict[Address, Nursery] = {}  # by the gateway that they reach
+        self._by_folder: dict[Path, Nursery] = {}
 
     def folder(self, gateway: Address) -> Path:
-        return self._nursery(gateway).folder
+        nursery = self._newest.get(gateway)
+        if nursery is None or nursery.ended:
+            nursery = self._newest[gateway] = Nursery(self._cfg, self._sandbox, gateway)
+            self._by_folder[nursery.folder] = nursery
+        return nursery.folder
 
     async def run(self, launch: Launch) -> Ended:
         async with self._places:
-            return await self._nursery(launch.gateway).run(launch)
-
-    def _nursery(self, gateway: Address) -> "Nursery":
-        found = self._nurseries.get(gateway)
-        if found is None or found.ended:
-            found = self._nurseries[gateway] = Nursery(self._cfg, self._sandbox, gateway)
-        return found
+            return await self._by_folder[Path(launch.folder).parent].run(launch)
 
 
 class Nursery:
@@ -62,6 +61,7 @@ class Nursery:
         self.folder = self._left.enter_context(episode_folder())
         self._socket = self.folder / "socket"
         launch = nursery_launch(cfg, sandbox, gateway, self.folder, self._socket)
+        self._up = False  # its function was imported
         self._life = asyncio.create_task(self._live(launch))
 
     async def _live(self, launch: Launch) -> Ended:
@@ -75,9 +75,12 @@ class Nursery:
     async def run(self, launch: Launch) -> Ended:
         """See `Processes.run`. A function that cannot be imported has not started."""
         while not self._socket.exists():
-            if self.ended:
+            if self.ended and not self._up:
                 return not_started(self._life.result())
+            if self.ended:
+                raise EnvironmentFault("the process to fork episodes from has ended")
             await asyncio.sleep(LOOK_SECONDS)
+        self._up = True
         try:
             reader, writer = await asyncio.open_unix_connection(str(self._socket))
         except OSError as error:

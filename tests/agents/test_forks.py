@@ -2,16 +2,19 @@
 
 import asyncio
 import json
+import os
 import random
-import time
+import signal
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from black_box_play import TASK, World, config
+from openai import AsyncOpenAI
 from stand_in_server import replies, stand_in
 from test_process import alive
 
-from forge_jax.agents.black_box import black_box
+from forge_jax.agents.black_box import BlackBox, black_box, gateway_of
 from forge_jax.agents.runner import run_episode
 from forge_jax.config import UserError
 from forge_jax.types import Outcome, Status
@@ -91,30 +94,57 @@ def test_a_function_that_cannot_be_imported_is_told() -> None:
     assert "has no attribute 'nowhere'" in outcome.error.splitlines()[0]
 
 
+async def begun(agent: BlackBox, client: AsyncOpenAI) -> tuple[asyncio.Task[Outcome], Path]:
+    """An episode of an agent that waits, and the folder of what it was forked from."""
+    running = asyncio.create_task(run_episode(agent, TASK, client, "m", 60.0))
+    folder = agent.processes.folder(gateway_of(str(client.base_url)))
+    assert folder is not None
+    async with asyncio.timeout(60):
+        while not list(folder.glob("*/work/began")):
+            await asyncio.sleep(0.02)
+    return running, folder
+
+
+def waiting(kind: str) -> BlackBox:
+    forked = {"function": "black_box_functions:waits", "begin": "forked", "stdin": ""}
+    return black_box(config(**forked, sandbox={"kind": kind}), lambda task: World())
+
+
 @KINDS
 def test_an_interrupt_leaves_nothing(kind: str) -> None:
     """Neither of episodes that run, nor of what they are forked from, nor a folder."""
 
-    async def run() -> str:
+    async def run() -> Path:
         answer, _ = replies()
-        cfg = config(
-            function="black_box_functions:waits", begin="forked", stdin="", sandbox={"kind": kind}
-        )
         async with stand_in(answer) as client:
-            agent = black_box(cfg, lambda task: World())
-            running = asyncio.ensure_future(agent.run(TASK, client, "m"))
-            port = client.base_url.port
-            folder = agent.processes.folder((str(client.base_url.host), port))
-            assert folder is not None
-            until = time.monotonic() + 60
-            while not list(folder.glob("*/work/began")) and time.monotonic() < until:
-                await asyncio.sleep(0.02)
+            running, folder = await begun(waiting(kind), client)
             assert alive(str(folder))
             running.cancel()
-            return str(folder)
+            return folder
 
     folder = asyncio.run(run())
-    assert alive(folder) == []
+    assert alive(str(folder)) == []
+    assert not folder.exists()
+
+
+def test_a_nursery_that_dies_is_the_worlds_fault_and_there_is_another() -> None:
+    async def run() -> None:
+        answer, _ = replies()
+        async with stand_in(answer) as client:
+            agent = waiting("none")
+            running, folder = await begun(agent, client)
+            for line in Path("/proc").glob("[0-9]*/cmdline"):
+                if f"{folder}/socket".encode() in line.read_bytes():
+                    os.kill(int(line.parent.name), signal.SIGKILL)
+            outcome = await running
+            assert outcome.status is Status.ENVIRONMENT_FAILED, outcome
+            async with asyncio.timeout(60):
+                while agent.processes.folder(gateway_of(str(client.base_url))) == folder:
+                    await asyncio.sleep(0.02)
+            again, _ = await begun(agent, client)
+            again.cancel()
+
+    asyncio.run(run())
 
 
 def test_a_command_is_not_forked() -> None:
