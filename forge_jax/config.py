@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from forge_jax.drawing import COLDEST, HOTTEST
 from forge_jax.loading import UserError as UserError
 from forge_jax.loading import check as check
 from forge_jax.loading import load as load
@@ -135,7 +136,9 @@ class EvalConfig:
     def __post_init__(self) -> None:
         check(self.episodes >= 1, f"episodes={self.episodes} must be at least 1")
         check(self.concurrency >= 1, f"concurrency={self.concurrency} must be at least 1")
-        check(self.temperature >= 0, f"temperature={self.temperature} must be >= 0")
+        drawn = self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST
+        wanted = f"0, or from {COLDEST:g} to {HOTTEST:g}"
+        check(drawn, f"temperature={self.temperature} must be {wanted}")
         check(self.seed >= 0, f"seed={self.seed} must be >= 0")
 
 
@@ -215,7 +218,10 @@ class TrainConfig:
         check(self.dtype in DTYPES, f"dtype={self.dtype!r} must be one of {DTYPES}")
         check(self.remat in REMAT, f"remat={self.remat!r} must be one of {REMAT}")
         check(self.ratio_cap > 0, f"ratio_cap={self.ratio_cap} must be > 0")
-        check(self.temperature > 0, f"temperature={self.temperature} must be > 0 to train")
+        check(
+            COLDEST <= self.temperature <= HOTTEST,
+            f"temperature={self.temperature} must be from {COLDEST:g} to {HOTTEST:g} to train",
+        )
         check(self.audit_versions >= 0, f"audit_versions={self.audit_versions} must be >= 0")
         check(self.engine in ENGINES, f"engine={self.engine!r} must be one of {ENGINES}")
         check_engine(self.engine, self.engine_url, self.external)

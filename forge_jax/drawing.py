@@ -4,7 +4,6 @@ Frozen records of plain numbers and numpy; `forge_jax.types` has them too. Invar
 that a record has are within their ranges.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +14,11 @@ JSON_SCHEMA, REGEX, CHOICE, GRAMMAR = "json", "regex", "choice", "grammar"
 KINDS = (JSON_SCHEMA, REGEX, CHOICE, GRAMMAR)
 # Kinds of a `Support`.
 OPEN, CLOSED, LOST = range(3)
+
+# Temperatures but 0. Below, differences of float32 logits divided by it are noise, and above,
+# logits are no longer apart.
+COLDEST, HOTTEST = 0.01, 1e4
+REPETITION = (0.01, 100.0)  # from, to: what float32 logits bear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +52,7 @@ class Sampling:
     which are OpenAI's where that has them.
     """
 
-    temperature: float = 1.0  # 0 is greedy
+    temperature: float = 1.0  # 0 is greedy, else from COLDEST to HOTTEST
     max_tokens: int | None = None  # None: up to the engine's context
     seed: int | None = None  # None: the engine draws one
     choice: int = 0  # number of this completion among the n of one request
@@ -73,13 +77,14 @@ class Sampling:
             raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
         for name, low, high in (("presence_penalty", -2, 2), ("frequency_penalty", -2, 2)):
             self._check(name, low <= getattr(self, name) <= high, f"from {low} to {high}")
-        finite = 0 <= self.temperature < math.inf
-        self._check("temperature", finite, "a number >= 0")
+        drawn = self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST
+        self._check("temperature", drawn, f"0, or from {COLDEST:g} to {HOTTEST:g}")
         self._check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
         self._check("top_k", self.top_k >= 0, "0, for all, or more")
         self._check("min_p", 0 <= self.min_p <= 1, "from 0 to 1")
-        positive = 0 < self.repetition_penalty < math.inf
-        self._check("repetition_penalty", positive, "a number above 0")
+        least, most = REPETITION
+        within = least <= self.repetition_penalty <= most
+        self._check("repetition_penalty", within, f"from {least:g} to {most:g}")
         self._check("min_tokens", self.min_tokens >= 0, "0 or more")
         self._check("top_logprobs", self.top_logprobs >= 0, "0 or more")
         told = self.prompt_logprobs

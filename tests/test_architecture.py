@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "programs": {"loading"},
     "tool_servers": {"loading", "programs"},
     "stores": set(),
-    "config": {"loading", "parts", "rolling", "programs", "tool_servers"},
+    "config": {"drawing", "loading", "parts", "rolling", "programs", "tool_servers"},
     "trees": set(),
     "sharding": {"config", "trees"},
     "collectives": set(),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from forge_jax.drawing import Grammar
+from forge_jax.drawing import COLDEST, Grammar
 from forge_jax.gateway.fields import flag, integer, mapping, number, strings, token_ids, wrong
 from forge_jax.gateway.messages import Conversation
 from forge_jax.gateway.stored import Given
@@ -64,7 +64,7 @@ def common_fields(body: Mapping[str, Any]) -> dict[str, Any]:
         raise wrong("prompt_logprobs", prompt_logprobs, "null where stream=true")
     return {
         "n": integer(body, "n", 1, MOST_CHOICES) or 1,
-        "temperature": number(body, "temperature", 0.0),
+        "temperature": _temperature(body),
         "seed": integer(body, "seed", -(2**63), 2**64 - 1),
         "stop": strings(body, "stop", MOST_STOPS),
         "stop_ids": token_ids(body, "stop_token_ids"),
@@ -76,6 +76,12 @@ def common_fields(body: Mapping[str, Any]) -> dict[str, Any]:
         "shaping": _shaping(body),
         "answer": read_grammar(body),
     }
+
+
+def _temperature(body: Mapping[str, Any]) -> float | None:
+    """A tiny one, which some clients send for 0, is the coldest there is, as vLLM takes it."""
+    said = number(body, "temperature", 0.0)
+    return max(said, COLDEST) if said else said
 
 
 def _shaping(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import openai
 import pytest
 from fake_engine import ADMIN, FakeEngine, chat_of, run, served, slow, text_engine, until
 
+from forge_jax.drawing import COLDEST
 from forge_jax.gateway.session import Session, stable_seed
 from forge_jax.types import Chunk, Finish, Request
 
@@ -84,6 +85,8 @@ def test_a_session_draws_the_same_again() -> None:
             assert engine.requests[-1].sampling.seed is None
             await up.post(f"/s/s{PATH}", BODY | {"temperature": 0})
             assert [r.sampling.temperature for r in engine.requests[-2:]] == [1.0, 0]
+            await up.post(f"/s/cold{PATH}", BODY | {"temperature": 1e-8})
+            assert [t["temperature"] for t in await up.turns("cold")] == [COLDEST]
 
     run(test)
 

@@ -175,3 +175,9 @@ def test_what_cannot_be_served_is_refused(tokens: list, sampling: dict, code: st
             assert (len(fits.ids), fits.finish) == (1, Finish.LENGTH)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("temperature", [-1, 1e-8, 1e-300, 1e300, float("nan")])
+def test_temperatures_that_floats_cannot_bear_are_none(temperature: float) -> None:
+    with pytest.raises(ValueError, match=r"temperature=.* must be 0, or from 0.01 to 10000"):
+        ask(prompt(2, 7), temperature=temperature)

@@ -20,7 +20,7 @@ from small_engine import (
     weights,
 )
 
-from forge_jax.drawing import LOST, joined
+from forge_jax.drawing import COLDEST, HOTTEST, LOST, REPETITION, joined
 from forge_jax.rl.logprob import edge_logprob
 from forge_jax.rl.supports import to_device
 from forge_jax.rollout import programs
@@ -140,5 +140,23 @@ def test_what_the_engine_was_not_made_for_is_refused(rollout, settings: dict, na
             with pytest.raises(Refused, match=named) as refused:
                 await chunks_of(engine, ask(prompt(0, 5), **settings))
             assert refused.value.status == 400
+
+    asyncio.run(run())
+
+
+def test_what_may_be_asked_for_is_drawn_with_finite_log_probs() -> None:
+    """At both ends of what a temperature and a repetition penalty may be."""
+
+    async def run() -> None:
+        async with served(SHAPED) as engine:
+            for repetition in (1.0, *REPETITION):
+                requests = [
+                    ask(prompt(2, 7), seed=3, max_tokens=9, temperature=temperature,
+                        repetition_penalty=repetition, **more)
+                    for temperature in (COLDEST, HOTTEST)
+                    for more in ({}, {"top_p": 1e-300}, {"min_p": 1e-300}, {"top_k": 1})
+                ]  # fmt: skip
+                for chunks in await asyncio.gather(*(chunks_of(engine, r) for r in requests)):
+                    assert np.isfinite(joint(chunks, "logprobs")).all()
 
     asyncio.run(run())
