@@ -121,6 +121,7 @@ def _tools(body: Mapping[str, Any]) -> tuple[Tool, ...]:
         function = mapping(tool, "function", f"{path}.")
         if not text(function, "name", f"{path}.function."):
             raise ApiError(400, f"{path}.function.name is missing", param=f"{path}.function.name")
+        mapping(function, "parameters", f"{path}.function.")
         # Nothing else is kept: cache marks move from request to request.
         tools.append({"type": "function", "function": function})
     return tuple(tools)

@@ -7,6 +7,7 @@ around it, and ids, names and refusals not at all.
 
 import functools
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,9 +101,11 @@ def canonical(arguments: str) -> str:
 
 
 def _whole(value: Any) -> Any:
-    # JavaScript clients write 1.0 back as 1.
+    # JavaScript clients write 1.0 back as 1, and have no whole numbers but doubles.
     if isinstance(value, float) and value.is_integer():
         return int(value)
+    if isinstance(value, int) and 2**53 < abs(value) <= sys.float_info.max:
+        return int(float(value))
     if isinstance(value, dict):
         return {key: _whole(item) for key, item in value.items()}
     if isinstance(value, list):

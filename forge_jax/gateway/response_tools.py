@@ -11,7 +11,7 @@ from itertools import chain, count
 from typing import Any
 
 from forge_jax.gateway.errors import ApiError
-from forge_jax.gateway.fields import MOST_TOOLS, bounded, sequence, text, wrong
+from forge_jax.gateway.fields import MOST_TOOLS, bounded, mapping, sequence, text, wrong
 
 Tool = Mapping[str, Any]
 Name = tuple[str, str]  # namespace ("" for none), name in it
@@ -94,6 +94,7 @@ def _functions(tools: Sequence[Any], space: str = "", above: str = "") -> list[t
         name = text(tool, "name", f"{path}.")
         if not name:
             raise ApiError(400, f"{path}.name is missing", param=f"{path}.name")
+        mapping(tool, "parameters", f"{path}.")
         function = {key: tool[key] for key in FUNCTION_KEYS if tool.get(key) is not None}
         found.append(((space, name), function))
     return found

@@ -192,6 +192,7 @@ def check_asked(sampling: Sampling, rollout: RolloutConfig, limits: Limits) -> N
             400,
             f"top_logprobs={sampling.top_logprobs} is more than "
             f"rollout.top_logprobs={rollout.top_logprobs}",
+            param="top_logprobs",
         )
     asked_prompt, most = sampling.prompt_logprobs, rollout.prompt_logprobs
     if asked_prompt is not None and (most is None or asked_prompt > most):
@@ -199,13 +200,17 @@ def check_asked(sampling: Sampling, rollout: RolloutConfig, limits: Limits) -> N
             400,
             f"prompt_logprobs={asked_prompt} needs an engine with "
             f"rollout.prompt_logprobs={asked_prompt} or more, which is {most}",
+            param="prompt_logprobs",
         )
     if len(sampling.logit_bias) > BIASES:
-        raise Refused(400, f"logit_bias has {len(sampling.logit_bias)} tokens, at most {BIASES}")
+        count = len(sampling.logit_bias)
+        raise Refused(400, f"logit_bias has {count} tokens, at most {BIASES}", param="logit_bias")
     for token, _ in sampling.logit_bias:
         if not 0 <= token < limits.vocab:
             raise Refused(
-                400, f"logit_bias: token {token} is outside the vocabulary of {limits.vocab}"
+                400,
+                f"logit_bias: token {token} is outside the vocabulary of {limits.vocab}",
+                param="logit_bias",
             )
 
 
