@@ -8,7 +8,6 @@ import asyncio
 import dataclasses
 import logging
 import time
-from typing import Any
 
 import numpy as np
 from starlette.types import Receive, Scope, Send
@@ -70,8 +69,9 @@ class Endpoint:
         session = session_of(core, scope, headers)
         ask = session.spending.bounded(self._wire.parse(fields, session.stored))
         prompt = self._prompt(session, ask)
-        self._spend(session)
+        sampling = self._sampling(session, ask, prompt)
         digest = request_digest(scope["path"], fields)
+        self._spend(session)  # a call that can be drawn
         retried = headers.get("x-stainless-retry-count", "0") != "0"
         attempt = session.arrive(digest, retried)
         conversation = ask.source if isinstance(ask.source, Conversation) else None
@@ -86,10 +86,10 @@ class Endpoint:
             hints=session_hints(headers),
             stored_bytes=0 if ask.given is None else len(body) + ask.given.kept_bytes,
         )
-        parent = session.replies.parent(prompt.ids)
+        parent = session.replies.parent(prompt.ids, session.gone_on)
         messages = () if conversation is None else conversation.messages
         lineage = session.lineage(attempt, prompt, parent, call.talk, messages)
-        call.completions = self._completions(session, call, ask, parent, lineage)
+        call.completions = self._completions(session, call, ask, sampling, parent, lineage)
         return session, call, ask
 
     def _spend(self, session: Session) -> None:
@@ -111,44 +111,60 @@ class Endpoint:
             raise ApiError(400, "the prompt has no tokens", code="empty_prompt")
         return prompt
 
+    def _sampling(self, session: Session, ask: Ask, prompt: Prompt) -> Sampling:
+        """How the first completion is drawn, but for a seed of the session's.
+
+        Raises ApiError(400).
+        """
+        chat = self._core.chat
+        temperature = session.temperature if ask.temperature is None else ask.temperature
+        grammar = ask.answer
+        if isinstance(ask.source, Conversation):
+            grammar = reply_grammar(ask.source, grammar, chat.format, prompt.text)
+        try:
+            return Sampling(
+                temperature=1.0 if temperature is None else temperature,
+                max_tokens=1 if ask.echo_only else ask.max_tokens,
+                seed=ask.seed,
+                stop=ask.stop,
+                stop_ids=(*chat.stop_ids, *ask.stop_ids),
+                ignore_eos=ask.ignore_eos,
+                top_logprobs=0 if ask.echo_only else ask.top_logprobs,
+                prompt_logprobs=ask.prompt_tops,
+                grammar=grammar,
+                **ask.shaping,
+            )
+        except ValueError as error:
+            raise ApiError(400, str(error), param=str(error).partition("=")[0]) from error
+
     def _completions(
         self,
         session: Session,
         call: Call,
         ask: Ask,
+        sampling: Sampling,
         parent: Completion | None,
         lineage: Lineage,
     ) -> tuple[Completion, ...]:
-        chat = self._core.chat
-        temperature = session.temperature if ask.temperature is None else ask.temperature
-        stop_ids = (*chat.stop_ids, *ask.stop_ids)
         facts = _facts(session, call, ask)
-        grammar = ask.answer
-        if isinstance(ask.source, Conversation):
-            grammar = reply_grammar(ask.source, grammar, chat.format, call.prompt.text)
+        seed = session.seed_of(call.draw) if ask.seed is None else ask.seed
+        told = sampling.prompt_logprobs
         completions = []
         for choice in range(ask.n):
-            sampling = _sampling(
-                temperature=1.0 if temperature is None else temperature,
-                max_tokens=1 if ask.echo_only else ask.max_tokens,
-                seed=session.seed_of(call.draw) if ask.seed is None else ask.seed,
+            drawn = dataclasses.replace(
+                sampling,
+                seed=seed,
                 choice=choice,
-                stop=ask.stop,
-                stop_ids=stop_ids,
-                ignore_eos=ask.ignore_eos,
-                top_logprobs=0 if ask.echo_only else ask.top_logprobs,
-                prompt_logprobs=None if choice else ask.prompt_tops,  # of one for all
-                grammar=grammar,
-                **ask.shaping,
+                prompt_logprobs=None if choice else told,  # of one for all
             )
             completions.append(
                 Completion(
                     place=(call.number, choice),
                     name=f"{call.id}_{choice}",
-                    request=Request(prompt=call.prompt.ids, sampling=sampling, facts=facts),
+                    request=Request(prompt=call.prompt.ids, sampling=drawn, facts=facts),
                     parent=None if parent is None else parent.place,
                     lineage=Lineage(branch=Branch.PARALLEL) if choice else lineage,
-                    tokenizer=chat.tokenizer,
+                    tokenizer=self._core.chat.tokenizer,
                     parser=self._parser(ask, call, choice),
                 )
             )
@@ -197,13 +213,6 @@ class Endpoint:
             call.task = None
             core.metrics.end(call)
             core.sessions.ended(session, call)
-
-
-def _sampling(**settings: Any) -> Sampling:
-    try:
-        return Sampling(**settings)
-    except ValueError as error:
-        raise ApiError(400, str(error), param=str(error).partition("=")[0]) from error
 
 
 def session_of(core: Core, scope: Scope, headers: dict[str, str]) -> Session:

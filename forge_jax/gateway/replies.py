@@ -5,6 +5,8 @@ calls and items, so those are asked first and the canonical content second. What
 changed is found under neither, and is no longer the model's own reply.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from forge_jax.gateway.completion import Completion
@@ -77,16 +79,28 @@ class Replies:
             return (known,), Rule.TEXT_DROPPED
         return (), Rule.FOREIGN
 
-    def parent(self, prompt: np.ndarray) -> Completion | None:
-        """The completion whose prompt and output are the longest beginning of `prompt`."""
+    def parent(
+        self, prompt: np.ndarray, gone_on: Callable[[Completion], bool]
+    ) -> Completion | None:
+        """The completion whose prompt and output are the longest beginning of `prompt`; of several
+        alike the newest that no call has `gone_on` from."""
         for length in sorted((n for n in self._lengths if n <= len(prompt)), reverse=True):
-            for completion in reversed(self._by_end.get((length, int(prompt[length - 1])), ())):
-                fed = completion.request.prompt
-                if np.array_equal(prompt[: len(fed)], fed) and np.array_equal(
-                    prompt[len(fed) : length], completion.output
-                ):
-                    return completion
+            alike = [
+                completion
+                for completion in reversed(self._by_end.get((length, int(prompt[length - 1])), ()))
+                if _begins(prompt, completion)
+            ]
+            if alike:
+                return next((c for c in alike if not gone_on(c)), alike[0])
         return None
+
+
+def _begins(prompt: np.ndarray, completion: Completion) -> bool:
+    """Whether `prompt` begins with prompt and output of a completion."""
+    fed, output = completion.request.prompt, completion.output
+    return np.array_equal(prompt[: len(fed)], fed) and np.array_equal(
+        prompt[len(fed) : len(fed) + len(output)], output
+    )
 
 
 def _keys(completion: Completion) -> tuple[object, ...]:

@@ -144,8 +144,7 @@ class Session:
         same = [call for call in same if not call.aborted]
         if same:
             return Branch.REPEATED if same[-1].finished else Branch.PARALLEL, None
-        child = None if parent is None else self._children.get(parent.place)
-        if parent is not None and (child is None or child.aborted):
+        if parent is not None and not self.gone_on(parent):
             return Branch.CONTINUE, None
         if talk is None:
             return Branch.UNKNOWN if calls else Branch.ROOT, None
@@ -156,6 +155,11 @@ class Session:
             return found.branch, None
         index, choice = found.goes_on
         return found.branch, ended(compared[index][1])[choice]
+
+    def gone_on(self, completion: Completion) -> bool:
+        """Whether a call continues a completion already."""
+        child = self._children.get(completion.place)
+        return child is not None and not child.aborted
 
     def seed_of(self, draw: int) -> int | None:
         """The seed of a call that brings none; None if the session has none either."""

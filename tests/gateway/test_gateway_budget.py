@@ -155,3 +155,17 @@ def test_without_limits_nothing_is_over_budget() -> None:
 def test_a_budget_is_positive(name: str) -> None:
     with pytest.raises(ValueError, match=f"budget.{name}=0 must be positive"):
         BudgetConfig(**{name: 0})
+
+
+@pytest.mark.parametrize("wrong", [{"top_p": 2}, {"min_tokens": 9, "max_tokens": 3}])
+def test_malformed_calls_are_not_counted(wrong: dict) -> None:
+    async def test() -> None:
+        chat = chat_of("chatml")
+        budget = BudgetConfig(requests=2)
+        async with served(FakeEngine(lambda _: LONG), chat, budget=budget) as up:
+            path, body = "/s/a/v1/chat/completions", {"messages": USER}
+            asked = [body, {**body, **wrong}, body, body]
+            statuses = [(await up.post(path, one)).status_code for one in asked]
+            assert statuses == [200, 400, 200, 429]
+
+    run(test)

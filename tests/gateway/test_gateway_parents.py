@@ -1,6 +1,7 @@
 """Parents of turns: the call whose prompt and output a prompt begins with, whatever was sampled."""
 
 import numpy as np
+import pytest
 from fake_engine import LOOK, FakeEngine, chat_of, run, served, text_engine
 from pair_tokenizer import PairTokenizer
 
@@ -128,5 +129,29 @@ def test_marks_in_client_text_are_plain_text() -> None:
             assert turns[1]["parent"] == 0
             text = form.tokenizer.decode(np.array(turns[1]["prompt_ids"]).tolist())
             assert text.count("\ue001") == 3
+
+    run(test)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_each_of_replies_alike_is_continued_once(n: int) -> None:
+    """One body twice, or two choices of it, and each answer is gone on from."""
+
+    async def test() -> None:
+        form = chat_of("chatml")
+        async with served(text_engine(form, "Yes."), form) as up:
+            client, talk = up.of("s"), [{"role": "user", "content": "k"}]
+            for _ in range(2 // n):
+                await client.chat.completions.create(model="m", messages=talk, n=n)
+            for user in "abc":
+                again = [
+                    {"role": "assistant", "content": "Yes."},
+                    {"role": "user", "content": user},
+                ]
+                await client.chat.completions.create(model="m", messages=[*talk, *again])
+            *continued, last = (await up.turns("s"))[2:]
+            assert [t["branch"] for t in continued] == ["continue"] * 2
+            assert sorted(t["parent"] for t in continued) == [0, 1]
+            assert last["branch"] == "history_edited"
 
     run(test)
