@@ -62,6 +62,10 @@ class Bounds:
 class Policy(Protocol):
     """Admits, selects and gives up; selection is of what finished first up to `reach`."""
 
+    @property
+    def places(self) -> int:
+        """How many items may be running at once."""
+
     def admits(self, queue: View) -> bool:
         """Whether there is a place for one more item."""
 
@@ -92,6 +96,10 @@ class Window:
         fine = self.window is None or self.window >= 0
         check(fine, f"window={self.window} must be >= 0, or None for greedy")
 
+    @property
+    def places(self) -> int:
+        return self.in_flight
+
     def admits(self, queue: View) -> bool:
         return queue.in_service + queue.waiting < self.in_flight
 
@@ -118,6 +126,10 @@ class GreedyDrop:
     def __post_init__(self) -> None:
         check(self.in_flight >= 1, f"in_flight={self.in_flight} must be at least 1")
         check(self.max_updates >= 0, f"max_updates={self.max_updates} must be >= 0")
+
+    @property
+    def places(self) -> int:
+        return self.in_flight
 
     def admits(self, queue: View) -> bool:
         return queue.in_service + queue.waiting < self.in_flight
@@ -150,6 +162,10 @@ class VersionWindow:
         check(self.in_flight >= 1, f"in_flight={self.in_flight} must be at least 1")
         check(self.versions >= 0, f"versions={self.versions} must be >= 0")
 
+    @property
+    def places(self) -> int:
+        return self.in_flight
+
     def admits(self, queue: View) -> bool:
         return queue.in_service + queue.waiting < self.in_flight
 
@@ -178,6 +194,10 @@ class Stream:
     def __post_init__(self) -> None:
         check(self.running >= 1, f"running={self.running} must be at least 1")
         check(self.buffer >= 1, f"buffer={self.buffer} must be at least 1")
+
+    @property
+    def places(self) -> int:
+        return self.running
 
     def admits(self, queue: View) -> bool:
         return queue.in_service < self.running
