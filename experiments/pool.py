@@ -1,7 +1,7 @@
 """A look into a data pool, and care for it; see docs/pool.md.
 
     python -m experiments.pool pool=RUN_DIR/pool what=stats|verify
-    python -m experiments.pool pool=RUN_DIR/pool what=compact [keep=256] [size=256]
+    python -m experiments.pool pool=RUN_DIR/pool what=compact [keep=256] [size=256] [run=RUN_DIR]
     python -m experiments.pool pool=RUN_DIR/pool what=export [format=parquet|jsonl] out=FILE
 
 Prints one JSON object. All but compact only read. Ctrl-C or a kill is no harm: compact goes on
@@ -34,6 +34,7 @@ class PoolConfig:
 
     pool: str
     what: str = "stats"
+    run: str | None = None
     out: str | None = None
     format: str = "parquet"
     keep: int = 256
@@ -45,17 +46,20 @@ class PoolConfig:
         check(self.format in FORMATS, named)
         exports = self.what == "export"
         check(exports == (self.out is not None), f"out={self.out} goes with what=export")
+        check(self.run is None or self.what == "compact", f"run={self.run} goes with what=compact")
         check(self.keep >= 0, f"keep={self.keep} must be >= 0")
         check(self.size >= 1, f"size={self.size} must be at least 1")
 
 
-@command("pool", plain=("pool", "out"))
+@command("pool", plain=("pool", "out", "run"))
 def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
     cfg = load(PoolConfig, mapping)
     if "://" not in cfg.pool and not Path(cfg.pool).is_dir():
         raise UserError(f"pool={cfg.pool!r} is no folder")
     if cfg.out is not None and not Path(cfg.out).absolute().parent.is_dir():
         raise UserError(f"out={cfg.out}: no such folder to write it in")
+    if cfg.run is not None and not (Path(cfg.run) / METRICS).exists():
+        raise UserError(f"run={cfg.run}: no {METRICS} there")
     pool = Pool.open(cfg.pool)
     with progress(Console(stderr=True)) as bars:
         return {"what": cfg.what, "pool": cfg.pool} | WHAT[cfg.what](cfg, pool, bars)
@@ -89,7 +93,7 @@ def verify(cfg: PoolConfig, pool: Pool, bars: Progress) -> dict[str, Any]:
 def compact(cfg: PoolConfig, pool: Pool, bars: Progress) -> dict[str, Any]:
     """Merges consumed items, all but the newest `keep`."""
     loose = pool.loose()
-    consumed = consumed_items(Path(cfg.pool))
+    consumed = consumed_items(Path(cfg.pool).parent if cfg.run is None else Path(cfg.run))
     old = [item for item in loose if consumed is None or item in consumed]
     old = old[: max(0, len(old) - cfg.keep)]
     batches = [old[i : i + cfg.size] for i in range(0, len(old), cfg.size)]
@@ -125,10 +129,9 @@ def export(cfg: PoolConfig, pool: Pool, bars: Progress) -> dict[str, Any]:
 WHAT = {"stats": stats, "verify": verify, "compact": compact, "export": export}
 
 
-def consumed_items(pool: Path) -> set[int] | None:
+def consumed_items(run: Path) -> set[int] | None:
     """Items of a run that no resume takes back: those consumed up to the oldest checkpoint that
-    it keeps. None where the pool is in no run's folder: then all are taken for consumed."""
-    run = pool.parent
+    it keeps. None where the folder is no run's: then all are taken for consumed."""
     if not (run / METRICS).exists():
         return None
     steps = [int(path.name) for path in (run / "checkpoints").glob("*") if path.name.isdecimal()]

@@ -2,12 +2,13 @@
 
     python -m experiments.train [task=hop|notes] [resume=RUN_DIR] [key=value ...]
 
-Writes config.yaml, metrics.jsonl, checkpoints/, pool/, curves.png, forest.png and
-summary.json to the run folder; the last line of stdout is the summary.
+Writes config.yaml, metrics.jsonl, checkpoints/, pool/ (unless `pool` is elsewhere), curves.png,
+forest.png and summary.json to the run folder; the last line of stdout is the summary.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
+from os.path import abspath
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,16 @@ from forge_jax.sharding import mesh_from
 
 # What a run is: a checkpoint of one does not continue another, and its two evaluations are
 # of the same episodes.
-FIXED = ("model", "task", "seed", "eval", "lora", "agent", "tools")
+FIXED = ("model", "task", "seed", "eval", "lora", "agent", "tools", "pool")
 
 
-@command("train")
+@command("train", plain=("model", "pool"))
 def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
     folder = Path(HydraConfig.get().runtime.output_dir)
     if mapping["resume"] is not None:
         mapping = continued(Path(mapping["resume"]), list(HydraConfig.get().overrides.task))
+    elif mapping["pool"] is not None:
+        mapping |= {"pool": lasting(str(mapping["pool"]))}
     cfg = load(TrainConfig, mapping)
     cfg = replace(cfg, pack=tiled(cfg.pack, cfg.attention, cfg.dtype))
     if cfg.resume is None and (folder / "config.yaml").exists():
@@ -42,6 +45,11 @@ def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
     write_whole(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(mapping)))
     with complaining(f"to go on: python -m experiments.train resume={folder}"):
         return train(cfg, model, folder, mapping)
+
+
+def lasting(location: str) -> str:
+    """A pool's location that means the same wherever the run is resumed from."""
+    return location if "://" in location or location.startswith("{") else abspath(location)
 
 
 def continued(run: Path, overrides: list[str]) -> dict[str, Any]:

@@ -194,6 +194,7 @@ class TrainConfig:
     checkpoints_kept: int = 2  # the newest ones
     audit_versions: int = 4  # past weights kept to check the sampler's log-probs against
     resume: str | None = None  # folder of the run to continue
+    pool: str | None = None  # where finished groups are kept; null: in the run's folder
     agent: ProgramConfig | None = None  # that is trained; null: the task family's own
     tools: ToolsConfig | None = None  # MCP servers of a white-box agent in its place
     engine: str = "real"  # what samples: real, our own | vllm | sglang, elsewhere
@@ -222,6 +223,8 @@ class TrainConfig:
             COLDEST <= self.temperature <= HOTTEST,
             f"temperature={self.temperature} must be from {COLDEST:g} to {HOTTEST:g} to train",
         )
+        lasting = self.pool is None or not self.pool.startswith("memory:")
+        check(lasting, f"pool={self.pool} would not outlive the run's process")
         check(self.audit_versions >= 0, f"audit_versions={self.audit_versions} must be >= 0")
         check(self.engine in ENGINES, f"engine={self.engine!r} must be one of {ENGINES}")
         check_engine(self.engine, self.engine_url, self.external)

@@ -32,6 +32,7 @@ from forge_jax.rl.loop import Step, reinforce
 from forge_jax.rl.measure import Totals, mean
 from forge_jax.rl.play import Player
 from forge_jax.rl.plots import draw_curves, draw_forest
+from forge_jax.rl.pool import pool_of
 from forge_jax.rl.report import Reporter, progress, write_whole
 from forge_jax.rl.serving import Serving, engine_elsewhere, serving
 from forge_jax.rl.start import Start, beginning, prepared, step_config
@@ -51,6 +52,7 @@ class Run:
     model: LoadedModel
     agent: Agent
     folder: Path
+    pool: Pool
     checkpoints: Checkpoints
     reporter: Reporter
     bars: Progress
@@ -65,13 +67,14 @@ def train(
 
     Consumes the weights of `model`; `config` is what is reported to wandb. Raises UserError
     where the model does not fit what is asked of the engine or lacks modules to train, there are
-    fewer devices than the mesh wants, a checkpoint cannot be read, or the warm start stays below
-    its gate.
+    fewer devices than the mesh wants, a checkpoint cannot be read, its pool cannot be opened or is
+    another run's, or the warm start stays below its gate.
     """
     began, model = time.monotonic(), prepared(cfg, model)
     agent = agent_of(cfg.task, cfg.agent, cfg.tools)
     check_model(cfg.rollout, model.cfg)
     over_places(cfg.rollout, cfg.mesh.places * cfg.mesh.context)  # said before the warm start
+    pool = pool_of(cfg.pool, folder)  # and so is this
     with (
         closing(Checkpoints(folder / "checkpoints", cfg.checkpoints_kept)) as checkpoints,
         progress(Console(stderr=True)) as bars,
@@ -87,6 +90,7 @@ def train(
                 model=model,
                 agent=agent,
                 folder=folder,
+                pool=pool,
                 checkpoints=checkpoints,
                 reporter=reporter,
                 bars=bars,
@@ -243,7 +247,7 @@ def new_collector(run: Run, up: Serving) -> Collector:
     one = player(run, up, "train", run.cfg.seed, run.cfg.temperature)
     return Collector(
         window=new_queue(sched),
-        pool=Pool.open(str(run.folder / "pool")),
+        pool=run.pool,
         source=TaskSource((run.cfg.task,), seed=run.cfg.seed, split="train"),
         play=lambda number, task: one.group(number, task, sched.group),
         patience=sched.pool_seconds,

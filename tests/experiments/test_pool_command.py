@@ -66,13 +66,16 @@ def test_compaction_changes_no_count_and_keeps_the_newest(folder: Path) -> None:
     assert all(same(pool.get(item), random_group(item)) for item in ITEMS)
 
 
-def test_what_a_resume_may_play_again_is_not_compacted(folder: Path) -> None:
-    run = folder.parent
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_what_a_resume_may_play_again_is_not_compacted(folder: Path, elsewhere: bool) -> None:
+    run = folder.parent / "run" if elsewhere else folder.parent
+    run.mkdir(exist_ok=True)
     rows = [{"step": step, "items": [2 + step, 20 + step]} for step in range(1, 8)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for step in (4, 6):
         (run / "checkpoints" / str(step)).mkdir(parents=True)
-    called(f"pool={folder}", "what=compact", "keep=0")
+    named = [f"run={run}"] if elsewhere else []
+    called(f"pool={folder}", "what=compact", "keep=0", *named)
     assert Pool.open(str(folder)).loose() == tuple(range(7, 15))
 
 
@@ -155,6 +158,8 @@ def test_an_export_that_is_broken_off_leaves_no_file(tmp_path: Path, kind: str) 
         (("out=x",), "out=x goes with what=export"),
         (("what=export", "out=x", "format=csv"), "format='csv'"),
         (("what=export", "out=/nowhere/at/all"), "out=/nowhere/at/all"),
+        (("run=x",), "run=x goes with what=compact"),
+        (("what=compact", "run=/nowhere"), "run=/nowhere: no metrics.jsonl there"),
         (("what=compact", "keep=-1"), "keep=-1"),
         (("what=compact", "size=0"), "size=0"),
         (("unknown=1",), "unknown"),

@@ -118,7 +118,15 @@ def test_a_run_keeps_to_its_own_folder(tmp_path: Path, calm: Path, resume: bool)
 
 
 @pytest.mark.parametrize(
-    "override", ["seed=1", "task=notes", "++plain.model=micro", "eval.episodes=9", "+experiment=x"]
+    "override",
+    [
+        "seed=1",
+        "task=notes",
+        "++plain.model=micro",
+        "++plain.pool=/b",
+        "eval.episodes=9",
+        "+experiment=x",
+    ],
 )
 def test_a_resume_does_not_become_another_run(calm: Path, override: str) -> None:
     assert continued(calm, [f"resume={calm}", "steps=9"])["steps"] == 9

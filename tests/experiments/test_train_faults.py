@@ -33,6 +33,8 @@ def test_an_endpoint_that_does_not_answer_is_no_score() -> None:
         ("sched.group=1", "group=1"),
         ("model=nowhere", "model='nowhere'"),
         ("resume=/nowhere", "resume=/nowhere"),
+        ("pool=memory://", "pool=memory:// would not outlive"),
+        ("pool=bogus://x", "pool='bogus://x' cannot be opened"),
         ("rollout.context=100000", "rollout.context=100000"),
     ],
 )
