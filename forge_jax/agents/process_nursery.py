@@ -11,7 +11,6 @@ socket is there once the function is; a nursery that cannot import it ends with 
 
 import gc
 import os
-import random
 import signal
 import socket
 import sys
@@ -90,7 +89,6 @@ def answer(
             os.close(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-        random.seed()
         call(function)
         status = 0
     except BaseException:
