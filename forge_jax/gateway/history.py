@@ -122,8 +122,11 @@ class _Writer:
         self._end_id = chat.stop_ids[0]
         self._encode = encode
         self._closed = False  # the reply written last has its own end of turn
-        self._ids: list[np.ndarray] = [np.zeros(0, np.int32)]
+        self._ids = np.zeros(1024, np.int32)  # i32[more than P], grown as needed
+        self._length = 0  # P
         self._text: list[str] = []
+        # By the id of completions that messages may be: these by the length of their prompts.
+        self._alike: dict[int, dict[int, list[Completion]]] = {}
 
     def text(self, piece: str) -> None:
         """Appends rendered text, less an end of turn that the reply before it has."""
@@ -131,27 +134,44 @@ class _Writer:
             whole = self._encode(piece)
             piece = piece[len(self._end_of_turn) :]
             # Where the token stands alone, the rest is tokenised in its sight.
-            self._ids.append(whole[1:] if whole[0] == self._end_id else self._encode(piece))
+            self._append(whole[1:] if whole[0] == self._end_id else self._encode(piece))
         else:
-            self._ids.append(self._encode(piece))
+            self._append(self._encode(piece))
         self._text.append(piece)
 
     def reply(self, slot: Slot) -> Completion:
         """Appends what was sampled: behind exactly these ids if possible, else the newest."""
-        chosen = slot.completions[-1]
-        if len(slot.completions) > 1:
-            before = self.ids()
-            exact = (c for c in slot.completions if np.array_equal(c.request.prompt, before))
-            chosen = next(exact, chosen)
+        before = self._ids[: self._length]
+        exact = (c for c in self._as_long(slot) if np.array_equal(c.request.prompt, before))
+        chosen = next(exact, slot.completions[-1])
         output = chosen.output
         self._closed = len(output) > 0 and int(output[-1]) == self._end_id
-        self._ids.append(output)
+        self._append(output)
         self._text.append(slot.raw)
         return chosen
 
+    def _as_long(self, slot: Slot) -> Sequence[Completion]:
+        """Of several completions those whose prompt has the length of all that is written."""
+        if len(slot.completions) == 1:
+            return ()
+        alike = self._alike.setdefault(id(slot.completions), {})
+        if not alike:
+            for completion in slot.completions:
+                alike.setdefault(len(completion.request.prompt), []).append(completion)
+        return alike.get(self._length, ())
+
+    def _append(self, ids: np.ndarray) -> None:
+        end = self._length + len(ids)
+        if end > len(self._ids):
+            grown = np.zeros(2 * end, np.int32)
+            grown[: self._length] = self._ids[: self._length]
+            self._ids = grown
+        self._ids[self._length : end] = ids
+        self._length = end
+
     def ids(self) -> np.ndarray:
         """i32[P], all ids so far."""
-        return np.concatenate(self._ids)
+        return self._ids[: self._length].copy()
 
     def plain(self) -> str:
         """The text so far, sampled replies as they were."""

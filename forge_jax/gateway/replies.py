@@ -20,7 +20,8 @@ class Replies:
     def __init__(self) -> None:
         self._by_call_id: dict[str, Completion] = {}
         self._by_name: dict[str, Completion] = {}
-        self._by_key: dict[object, list[Completion]] = {}
+        # What is said, and what was thought before it (None: whatever that is).
+        self._by_key: dict[tuple[object, str | None], tuple[Completion, ...]] = {}
         self._by_end: dict[tuple[int, int], list[Completion]] = {}
         self._lengths: dict[int, int] = {}  # prompt and output together -> how many such
 
@@ -29,8 +30,8 @@ class Replies:
         self._by_name[completion.name] = completion
         for call in completion.message.calls:
             self._by_call_id[call.id] = completion
-        for key in _keys(completion):
-            self._by_key.setdefault(key, []).append(completion)
+        for key in _said_and_thought(completion):
+            self._by_key[key] = (*self._by_key.get(key, ()), completion)
         end = _end(completion)
         if end is not None:
             self._by_end.setdefault(end, []).append(completion)
@@ -41,8 +42,10 @@ class Replies:
         self._by_name.pop(completion.name, None)
         for call in completion.message.calls:
             self._by_call_id.pop(call.id, None)
-        for key in _keys(completion):
-            _remove(self._by_key, key, completion)
+        for key in _said_and_thought(completion):
+            left = tuple(c for c in self._by_key.pop(key, ()) if c is not completion)
+            if left:
+                self._by_key[key] = left
         end = _end(completion)
         if end is not None and _remove(self._by_end, end, completion):
             self._lengths[end[0]] -= 1
@@ -56,22 +59,19 @@ class Replies:
         Text may be missing beside known calls (some clients drop it), and so may a thought, but
         neither of them nor a call may differ.
         """
-        found, rule = self._said(message)
-        found = tuple(c for c in found if _same_thought(c, message))
-        return found, rule if found else Rule.FOREIGN
-
-    def _said(self, message: Message) -> tuple[tuple[Completion, ...], Rule]:
-        """The same, whatever was thought."""
         by_call = (self._by_call_id[c.id] for c in message.calls if c.id in self._by_call_id)
         rule, known = Rule.CALL_ID, next(by_call, None)
         if known is None:
             rule, known = Rule.ITEM_ID, self._by_name.get(message.reply)
+        thought = message.thought.strip()
         if known is None:
-            found = tuple(self._by_key.get(message.key, ()))
+            found = self._by_key.get((message.key, thought or None), ())
             if not found:
                 return (), Rule.FOREIGN
             told = found[-1].message.key == message.key
             return found, Rule.CONTENT if told else Rule.CONTENT_WITH_STOP
+        if thought and thought != known.message.thought.strip():
+            return (), Rule.FOREIGN
         if message.key in _keys(known):
             return (known,), rule
         calls = known.message.key[1]
@@ -116,9 +116,9 @@ def _keys(completion: Completion) -> tuple[object, ...]:
     return ((text, calls), ((told + completion.stop_text).strip(), calls))
 
 
-def _same_thought(completion: Completion, message: Message) -> bool:
-    thought = message.thought.strip()
-    return not thought or thought == completion.message.thought.strip()
+def _said_and_thought(completion: Completion) -> set[tuple[object, str | None]]:
+    thought = completion.message.thought.strip()
+    return {(key, said) for key in _keys(completion) for said in (None, thought or None)}
 
 
 def _end(completion: Completion) -> tuple[int, int] | None:
