@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from forge_jax.gateway.branches import Talk
@@ -60,6 +60,12 @@ class Call:
         self.aborted = True
         for completion in self.completions:
             completion.abort(time.monotonic())
+
+    def settle(self) -> None:
+        """Lets go of what only a call that runs needs: a session may keep thousands that ended."""
+        for completion in self.completions:
+            completion.settle()
+        self.prompt = replace(self.prompt, text="")
 
 
 async def draw(engine: Engine, call: Call, emit: Emit) -> None:

@@ -7,6 +7,7 @@ the exact tokens at the end. What was sampled is kept as it was, whatever is rea
 import bisect
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from forge_jax.gateway.parsers.protocol import ReplyParser
 from forge_jax.gateway.parsers.thoughts import END_THINK, opens_thought
 from forge_jax.gateway.text import TextReader
 from forge_jax.models.tokenizer import Tokenizer
-from forge_jax.types import NO_ROUTE, Chunk, Finish, Lineage, PromptLogprobs, Request, Turn
+from forge_jax.types import NO_ROUTE, Chunk, Facts, Finish, Lineage, PromptLogprobs, Request, Turn
 
 Tops = tuple[tuple[tuple[int, float], ...], ...]  # of each token: ids and log-probs
 Place = tuple[int, int]  # number of a call in its session, number of the choice
@@ -49,6 +50,8 @@ class Completion:
         self.cached_tokens = 0
         self.prompt_logprobs: PromptLogprobs | None = None
         self.ended = 0.0  # time of the last token
+        self.malformed = 0  # tool calls begun so far that could not be read as such
+        self.started = False
         self._chunks: list[Chunk] = []
         self._tokenizer = tokenizer
         self._reader = TextReader(tokenizer, request.sampling)
@@ -62,7 +65,8 @@ class Completion:
         """
         if self.finish is Finish.ABORT:
             return []
-        if not self._chunks:
+        if not self.started:
+            self.started = True
             self.queue_seconds = chunk.queue_seconds
             self.cached_tokens = chunk.cached_tokens
             self.prompt_logprobs = chunk.prompt
@@ -72,6 +76,7 @@ class Completion:
         if chunk.finish is not None:
             self.finish, self.stop_text = chunk.finish, chunk.stop_text
             pieces += self._parser.finish()
+        self.malformed = self._parser.malformed
         self.pieces += pieces
         return pieces
 
@@ -81,9 +86,13 @@ class Completion:
             self.ended = now
         self.finish = Finish.ABORT
 
-    @property
-    def started(self) -> bool:
-        return bool(self._chunks)
+    def settle(self) -> None:
+        """Lets go of all but the record and the reply, once the call was answered."""
+        # Read from the chunks, and kept.
+        _ = self.output, self.logprobs, self.versions, self.routes, self.support, self.message
+        self._chunks, self.pieces = [], []
+        self.request = replace(self.request, facts=Facts())
+        del self._reader, self._parser
 
     # What follows is read, and from then on fixed, only once the completion has ended.
 
@@ -94,11 +103,6 @@ class Completion:
         calls = tuple(piece for piece in self.pieces if isinstance(piece, ToolCall))
         thought = "".join(piece.text for piece in self.pieces if isinstance(piece, Thought))
         return Message(role="assistant", content=content, calls=calls, thought=thought)
-
-    @property
-    def malformed(self) -> int:
-        """Tool calls begun so far that could not be read as such."""
-        return self._parser.malformed
 
     @functools.cached_property
     def output(self) -> np.ndarray:

@@ -100,6 +100,7 @@ class Endpoint:
             raise
 
     def _prompt(self, session: Session, ask: Ask) -> Prompt:
+        session.read_anew()
         if isinstance(ask.source, Conversation):
             prompt = write_prompt(self._core.chat, ask.source, session.replies.find, session.encode)
         elif isinstance(ask.source, str):
@@ -212,6 +213,7 @@ class Endpoint:
         finally:
             call.task = None
             core.metrics.end(call)
+            call.settle()
             core.sessions.ended(session, call)
 
 

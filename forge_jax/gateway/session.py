@@ -77,7 +77,7 @@ class Session:
         self.ids = name if ids is None else ids
         self._requests = 0
         self._draws = 0
-        self._children: dict[Place, Call] = {}  # the newest call that goes on from a completion
+        self._children: dict[Place, Call] = {}  # the first call that goes on from a completion
         self._failed: dict[bytes, list[int]] = {}  # digest -> draws whose retry may come
         self._pieces: dict[str, np.ndarray] = {}  # ids of the text in the newest prompt
         self._read: dict[str, np.ndarray] = {}
@@ -158,7 +158,10 @@ class Session:
 
     def gone_on(self, completion: Completion) -> bool:
         """Whether a call continues a completion already."""
-        child = self._children.get(completion.place)
+        return self._continued(completion.place)
+
+    def _continued(self, place: Place) -> bool:
+        child = self._children.get(place)
         return child is not None and not child.aborted
 
     def seed_of(self, draw: int) -> int | None:
@@ -168,6 +171,10 @@ class Session:
     def call_id(self, number: int) -> str:
         """24 characters that no other call has, if no other session's ids are made of the same."""
         return hashlib.blake2b(f"{self.ids}/{number}".encode(), digest_size=12).hexdigest()
+
+    def read_anew(self) -> None:
+        """Another prompt is read; that of a call that never began is forgotten."""
+        self._read = {}
 
     def encode(self, text: str) -> np.ndarray:
         """i32[n], ids of a piece of a prompt; the newest prompt's pieces are remembered."""
@@ -181,7 +188,7 @@ class Session:
         """Takes a call that is about to be drawn."""
         self.calls[call.number] = call
         parent = call.completions[0].parent
-        if parent is not None:
+        if parent is not None and not self._continued(parent):
             self._children[parent] = call
         self._pieces, self._read = self._read, {}
 
@@ -224,10 +231,10 @@ class Session:
         self.calls.pop(call.number, None)
 
     def close(self) -> tuple[Turn, ...]:
-        """Ends the session, aborting the calls still running; gives its turns."""
+        """Ends the session, aborting the calls nobody has the whole answer of; gives its turns."""
         self.closed = True
         for call in self.calls.values():
-            if not call.finished:
+            if not call.delivered:
                 call.abort()
                 if call.task is not None:
                     call.task.cancel()

@@ -80,7 +80,9 @@ class Sessions:
             return Session(name, self._chat, self._budget, anonymous=True)
         session = self._table.get(name)
         if session is None and create:
-            session = Session(name, self._chat, self._budget)
+            # Ids of one that was forgotten may come back, and are to name nothing of this.
+            ids = f"{name}/{secrets.token_hex(8)}"
+            session = Session(name, self._chat, self._budget, ids=ids)
         return session
 
     def begin(self, session: Session, call: Call) -> None:

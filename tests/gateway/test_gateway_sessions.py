@@ -1,6 +1,7 @@
 """Sessions: whose a call is, how its calls are drawn, and what is kept of them."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 
 import numpy as np
@@ -149,6 +150,38 @@ def test_closing_aborts_what_still_runs(stream: bool) -> None:
             assert all(0 < len(turn.output) < 100 for turn in turns)
             await until(lambda: engine.running == 0)
             assert engine.aborted == 2
+
+    run(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_was_not_taken_is_nobodys_as_the_session_closes(stream: bool) -> None:
+    async def test() -> None:
+        chat = chat_of("chatml")
+        async with served(text_engine(chat, "x"), chat) as up:
+            up.gateway.open("s")
+            full, asked = asyncio.Event(), [json.dumps(BODY | {"stream": stream}).encode()]
+
+            async def receive() -> dict:
+                if not asked:
+                    await asyncio.Event().wait()
+                return {"type": "http.request", "body": asked.pop()}
+
+            async def send(message: dict) -> None:
+                if message["type"] == "http.response.body":
+                    full.set()
+                    await asyncio.Event().wait()  # a client that does not read
+
+            scope = {
+                "type": "http", "method": "POST", "path": f"/s/s{PATH}", "headers": [],
+                "query_string": b"", "root_path": "", "http_version": "1.1",
+            }  # fmt: skip
+            call = asyncio.create_task(up.gateway.app(scope, receive, send))
+            await full.wait()
+            [turn] = up.gateway.close("s")
+            assert (turn.finish, len(turn.output)) == (Finish.ABORT, 2)
+            call.cancel()
+            await asyncio.wait([call])
 
     run(test)
 

@@ -274,3 +274,21 @@ def test_a_response_nobody_received_is_not_stored() -> None:
             assert turn["finish_reason"] == "abort"
 
     run(test)
+
+
+def test_ids_of_a_forgotten_session_name_nothing_of_its_successor() -> None:
+    async def test() -> None:
+        chat = chat_of("chatml")
+        async with served(text_engine(chat, "x"), chat, keep_tokens=1000) as up:
+            first = await up.of("s").responses.create(model="m", input="a")
+            for i in range(4):
+                await up.of(f"other{i}").responses.create(model="m", input="b")
+            second = await up.of("s").responses.create(model="m", input="c")
+            assert len(await up.turns("s")) == 1
+            assert second.id != first.id
+            with pytest.raises(NotFoundError):
+                await up.of("s").responses.create(
+                    model="m", input="d", previous_response_id=first.id
+                )
+
+    run(test)

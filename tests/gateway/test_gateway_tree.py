@@ -79,6 +79,26 @@ def test_an_attempt_that_was_refused_leaves_no_branch() -> None:
     run(test)
 
 
+def test_a_branch_that_was_given_up_leaves_its_parent_continued() -> None:
+    async def test() -> None:
+        form = chat_of("chatml")
+        engine = text_engine(form, "one")
+        async with served(engine, form) as up:
+            first = await ask(up, USER)
+            await ask(up, USER, first, USER | {"content": "go on"})
+            engine.pause = 10
+            body = {"messages": [USER, first, USER | {"content": "given up"}]}
+            gone = asyncio.create_task(up.post(PATH, body))
+            await until(lambda: engine.running == 1)
+            gone.cancel()
+            await until(lambda: engine.running == 0)
+            engine.pause = 0
+            await ask(up, USER, first, USER | {"content": "something else"})
+            assert (await branches(up))[::3] == ["root", "history_edited"]
+
+    run(test)
+
+
 def test_prompts_of_text_continue_or_are_unknown() -> None:
     async def test() -> None:
         form = chat_of("chatml")
