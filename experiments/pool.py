@@ -4,28 +4,26 @@
     python -m experiments.pool pool=RUN_DIR/pool what=compact [keep=256] [size=256] [run=RUN_DIR]
     python -m experiments.pool pool=RUN_DIR/pool what=export [format=parquet|jsonl] out=FILE
 
-Prints one JSON object. All but compact only read. Ctrl-C or a kill is no harm: compact goes on
-where it stopped when it is called again, and export leaves a whole file or none.
+Prints one JSON object. All but compact only read. Ctrl-C or a kill is no harm: compact and export
+go on where they stopped when they are called again, and FILE is whole or not there.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 
-from experiments.command import command
+from experiments.command import command, complaining
+from experiments.pool_items import intact, shown
 from forge_jax.config import UserError, check, load
 from forge_jax.rl.report import METRICS, progress, read_rows
-from forge_jax.sched.codec import CorruptObject, decode
 from forge_jax.sched.pool import Pool
-from forge_jax.types import Episode
 
 FORMATS = ("parquet", "jsonl")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +59,7 @@ def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
     if cfg.run is not None and not (Path(cfg.run) / METRICS).exists():
         raise UserError(f"run={cfg.run}: no {METRICS} there")
     pool = Pool.open(cfg.pool)
-    with progress(Console(stderr=True)) as bars:
+    with complaining("to go on: the same call"), progress(Console(stderr=True)) as bars:
         return {"what": cfg.what, "pool": cfg.pool} | WHAT[cfg.what](cfg, pool, bars)
 
 
@@ -69,8 +67,9 @@ def stats(cfg: PoolConfig, pool: Pool, bars: Progress) -> dict[str, Any]:
     """What the pool holds."""
     count: Counter[str] = Counter()
     loose = len(pool.loose())
-    for _, data, episodes in intact(pool, bars, "stats"):
-        count["bytes"] += data
+    whole = filter(None, intact(pool, pool.items(), bars, "stats"))
+    for size, episodes in whole:
+        count["bytes"] += size
         count["episodes"] += len(episodes)
         for turn in (turn for episode in episodes for turn in episode.turns):
             count["turns"] += 1
@@ -85,8 +84,8 @@ def stats(cfg: PoolConfig, pool: Pool, bars: Progress) -> dict[str, Any]:
 def verify(cfg: PoolConfig, pool: Pool, bars: Progress) -> dict[str, Any]:
     """Reads every item, and changes none: the numbers of those that are not whole."""
     items = pool.items()
-    whole = {item for item, _, _ in intact(pool, bars, "verify")}
-    damaged = [item for item in items if item not in whole]
+    found = intact(pool, items, bars, "verify")
+    damaged = [item for item, whole in zip(items, found, strict=True) if whole is None]
     return {"items": len(items), "damaged": damaged, "corrupt": list(pool.corrupt())}
 
 
@@ -105,24 +104,11 @@ def export(cfg: PoolConfig, pool: Pool, bars: Progress) -> dict[str, Any]:
     """Writes one row a call. Raises UserError where pyarrow is not installed."""
     assert cfg.out is not None
     try:
-        from experiments.pool_rows import BATCH_TOKENS, rows_of, table
+        from experiments import pool_export
     except ImportError as error:
         raise UserError("what=export needs pyarrow: pip install 'forge_jax[export]'") from error
     path = Path(cfg.out).absolute()
-    items = episodes = rows = tokens = held = 0
-    with table(path, cfg.format) as sink:
-        batch: list[dict[str, Any]] = []
-        for _, _, group in intact(pool, bars, "export"):
-            items, episodes = items + 1, episodes + len(group)
-            for row in rows_of(group):
-                batch.append(row)
-                rows, tokens = rows + 1, tokens + len(row["output"])
-                held += len(row["prompt"]) + len(row["output"])
-                if held >= BATCH_TOKENS:
-                    sink.write(batch)
-                    batch, held = [], 0
-        sink.write(batch)
-    found = {"items": items, "episodes": episodes, "turns": rows, "tokens_sampled": tokens}
+    found = pool_export.export(cfg.pool, pool, path, cfg.format, bars)
     return found | {"out": str(path), "format": cfg.format, "bytes": path.stat().st_size}
 
 
@@ -137,26 +123,6 @@ def consumed_items(run: Path) -> set[int] | None:
     steps = [int(path.name) for path in (run / "checkpoints").glob("*") if path.name.isdecimal()]
     rows = read_rows(run / METRICS)
     return {item for row in rows if row["step"] <= min(steps, default=0) for item in row["items"]}
-
-
-def intact(
-    pool: Pool, bars: Progress, title: str
-) -> Iterator[tuple[int, int, tuple[Episode, ...]]]:
-    """Number, bytes and episodes of each item that is whole; others are left where they are."""
-    for item in shown(pool.items(), bars, title):
-        try:
-            data = pool.get_object(item)
-            yield item, len(data), decode(data, f"items/{item:012d}")
-        except (CorruptObject, KeyError):  # deleted meanwhile
-            continue
-
-
-def shown(things: Sequence[T], bars: Progress, title: str) -> Iterable[T]:
-    """`things`, and on the terminal how many were."""
-    bar = bars.add_task(title, total=len(things), shown="")
-    for thing in things:
-        yield thing
-        bars.advance(bar)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
 """Episodes as a table: one row a call, in Parquet or in JSON lines.
 
-Groups of episodes flow in, a file flows out. The invariant: under its name the file is whole,
-and memory holds the rows of one batch.
+Groups of episodes flow in, rows and files of them flow out. The invariant: a row says all that
+its call was, array by array, nested as deep as the array has axes.
 """
 
 import dataclasses
 import json
+import math
+import shutil
 import types
 import typing
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,13 +21,23 @@ import pyarrow.parquet as pq
 from forge_jax.rl.credit import leave_one_out, why_left_out
 from forge_jax.types import Episode, Turn
 
-BATCH_TOKENS = 1 << 20  # of the rows that are written at once
-NO_COLUMN = ("routes", "support")  # of several axes, and only of use to the trainer
+Row = dict[str, Any]
+SUPPORT = "support_"  # begins the columns of a support's arrays
+
+
+def _lists(leaf: pa.DataType, axes: int = 1) -> pa.DataType:
+    return pa.list_(_lists(leaf, axes - 1)) if axes else leaf
+
+
 ARRAYS = {
-    "prompt": pa.list_(pa.int32()),
-    "output": pa.list_(pa.int32()),
-    "logprobs": pa.list_(pa.float32()),
-    "versions": pa.list_(pa.int32()),
+    "prompt": _lists(pa.int32()),
+    "output": _lists(pa.int32()),
+    "logprobs": _lists(pa.float32()),
+    "versions": _lists(pa.int32()),
+    "routes": _lists(pa.int16(), 3),
+    "support_ids": _lists(pa.int32(), 2),
+    "support_offsets": _lists(pa.float32(), 2),
+    "support_kind": _lists(pa.int8()),
 }
 EPISODE_COLUMNS = {
     "item": pa.int64(), "replica": pa.int64(), "family": pa.string(), "seed": pa.int64(),
@@ -48,11 +59,9 @@ def _scalar(hint: Any) -> pa.DataType:
 TURN_COLUMNS = ARRAYS | {
     name: _scalar(hint)
     for name, hint in typing.get_type_hints(Turn).items()
-    if name not in (*ARRAYS, *NO_COLUMN)
+    if name not in (*ARRAYS, "support")
 }
 SCHEMA = pa.schema(list((EPISODE_COLUMNS | TURN_COLUMNS).items()))
-
-Row = dict[str, Any]
 
 
 def rows_of(group: Sequence[Episode]) -> Iterator[Row]:
@@ -78,7 +87,18 @@ def rows_of(group: Sequence[Episode]) -> Iterator[Row]:
         for number, turn in enumerate(episode.turns):
             why = why_left_out(turn, episode.outcome, constant=advantages is None)
             label = {"turn": number, "left_out": _plain(why)}
-            yield shared | label | {name: _plain(getattr(turn, name)) for name in TURN_COLUMNS}
+            yield shared | label | {name: _plain(_value(turn, name)) for name in TURN_COLUMNS}
+
+
+def _value(turn: Turn, column: str) -> Any:
+    if not column.startswith(SUPPORT):
+        return getattr(turn, column)
+    return turn.support and getattr(turn.support, column.removeprefix(SUPPORT))
+
+
+def bytes_of(row: Row) -> int:
+    """What the arrays of a row take."""
+    return sum(value.nbytes for value in row.values() if isinstance(value, np.ndarray))
 
 
 def _plain(value: Any) -> Any:
@@ -94,58 +114,60 @@ def _text(value: str) -> str:
     return str(value).encode("utf-8", "backslashreplace").decode()
 
 
-class Sink(Protocol):
-    """What takes rows."""
-
-    def write(self, rows: Sequence[Row]) -> None: ...
-    def close(self) -> None: ...
-
-
-class Parquet:
-    """Rows as Parquet, a row group a batch."""
-
-    def __init__(self, path: Path):
-        self._writer = pq.ParquetWriter(path, SCHEMA, compression="zstd")
-
-    def write(self, rows: Sequence[Row]) -> None:
-        self._writer.write_table(pa.Table.from_pylist(list(rows), SCHEMA))
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class JsonLines:
-    """Rows as JSON, one a line; a number that JSON has no word for is null."""
-
-    def __init__(self, path: Path):
-        self._file = path.open("w", encoding="utf-8")
-
-    def write(self, rows: Sequence[Row]) -> None:
+def write(path: Path, rows: Sequence[Row], kind: str) -> None:
+    """A file of rows: `kind` is parquet or jsonl."""
+    if kind == "parquet":
+        columns = [_column([row[field.name] for row in rows], field.type) for field in SCHEMA]
+        pq.write_table(pa.Table.from_arrays(columns, schema=SCHEMA), path, compression="zstd")
+        return
+    with path.open("w", encoding="utf-8") as file:
         for row in rows:
             plain = {name: _finite(value) for name, value in row.items()}
-            self._file.write(json.dumps(plain, allow_nan=False) + "\n")
+            file.write(json.dumps(plain, allow_nan=False) + "\n")
 
-    def close(self) -> None:
-        self._file.close()
+
+def join(parts: Sequence[Path], path: Path, kind: str) -> None:
+    """One file of the rows of many, a part in memory at a time."""
+    if kind == "parquet":
+        with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
+            for part in parts:
+                writer.write_table(pq.ParquetFile(part).read())
+        return
+    with path.open("wb") as file:
+        for part in parts:
+            with part.open("rb") as rows:
+                shutil.copyfileobj(rows, file)
+
+
+def _column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    """Values as a column; arrays, of as many axes as `kind` has lists, without a look at each
+    number."""
+    if not pa.types.is_list(kind):
+        return pa.array(values, kind)
+    arrays = [value for value in values if value is not None]
+    axes = 0
+    while pa.types.is_list(kind):
+        axes, kind = axes + 1, kind.value_type
+    none = np.empty(0, kind.to_pandas_dtype())
+    column = pa.array(np.concatenate([none, *(array.ravel() for array in arrays)]), kind)
+    for axis in reversed(range(1, axes)):
+        sizes = [np.full(math.prod(array.shape[:axis]), array.shape[axis]) for array in arrays]
+        column = pa.ListArray.from_arrays(_offsets(sizes), column)
+    lengths = np.array([0 if value is None else len(value) for value in values])
+    missing = pa.array([value is None for value in values], pa.bool_())
+    return pa.ListArray.from_arrays(_offsets([lengths]), column, mask=missing)
+
+
+def _offsets(sizes: Sequence[np.ndarray]) -> pa.Array:
+    """Where lists begin, and the last ends, by the sizes of them all."""
+    ends = np.cumsum(np.concatenate([[0], *sizes]).astype(np.int64))
+    return pa.array(ends, pa.int32())
 
 
 def _finite(value: Any) -> Any:
+    """What JSON has words for: a number that is not finite is null."""
     if isinstance(value, np.ndarray):
-        return [_finite(one) for one in value.tolist()]
+        value = value.tolist()
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
     return None if isinstance(value, float) and not np.isfinite(value) else value
-
-
-@contextmanager
-def table(path: Path, kind: str) -> Iterator[Sink]:
-    """A file of rows, under its name once it is whole; what is broken off leaves none."""
-    beside = path.with_name(path.name + ".part")
-    sink: Sink = Parquet(beside) if kind == "parquet" else JsonLines(beside)
-    try:
-        try:
-            yield sink
-        finally:
-            sink.close()
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    beside.replace(path)

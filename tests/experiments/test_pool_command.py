@@ -15,10 +15,11 @@ import pytest
 from random_episodes import random_group, same
 from refusals import QUIET, refused
 
-from experiments import pool_rows
+from experiments import pool_export
 from experiments.pool import main
-from experiments.pool_rows import rows_of, table
+from experiments.pool_rows import rows_of
 from forge_jax.rl.credit import group_samples
+from forge_jax.sched.locks import locked
 from forge_jax.sched.pool import Pool
 from forge_jax.types import Episode, Turn
 
@@ -92,7 +93,7 @@ def test_verify_names_what_is_not_whole_and_touches_nothing(folder: Path) -> Non
 def test_an_export_holds_every_call(
     folder: Path, tmp_path: Path, kind: str, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool_rows, "BATCH_TOKENS", batch)
+    monkeypatch.setattr(pool_export, "PART_BYTES", batch)
     out = tmp_path / f"episodes.{kind}"
     called(f"pool={folder}", "what=compact", "keep=5")
     found = called(f"pool={folder}", "what=export", f"format={kind}", f"out={out}")
@@ -110,11 +111,18 @@ def test_an_export_holds_every_call(
         if kind == "jsonl":  # what is not finite is null there
             want = np.where(np.isfinite(want), want, np.nan).astype(np.float32)
         np.testing.assert_array_equal(logprobs, want)
-        for name in ("prompt", "output", "versions"):
-            assert row[name] == getattr(turn, name).tolist()
+        for name in ("prompt", "output", "versions", "routes"):
+            assert row[name] == plain(getattr(turn, name))
+        for name in ("ids", "offsets", "kind"):
+            assert row[f"support_{name}"] == plain(turn.support and getattr(turn.support, name))
         for name in ("temperature", "finish", "parent", "start", "seconds", "queue_seconds"):
             assert row[name] == getattr(turn, name)
-    assert {f.name for f in fields(Turn)} - set(rows[0]) == set(pool_rows.NO_COLUMN)
+    assert {f.name for f in fields(Turn)} - set(rows[0]) == {"support"}
+    assert list(tmp_path.glob("*.parts")) == []
+
+
+def plain(array: np.ndarray | None) -> Any:
+    return None if array is None else array.tolist()
 
 
 def coherent(episode: Episode) -> Episode:
@@ -134,20 +142,82 @@ def test_rows_say_what_a_trainer_learns_from() -> None:
             assert set(sample.advantage[sample.mask]) <= {np.float32(row["advantage"])}
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_an_export_that_is_broken_off_leaves_no_file(tmp_path: Path, kind: str) -> None:
-    out = tmp_path / "episodes"
-    out.write_text("the one before")
+def ends_after(reads: int, patch: pytest.MonkeyPatch) -> list[int]:
+    """From now on Ctrl-C comes instead of the so many-th read of an item; the items read."""
+    seen: list[int] = []
+    read = Pool.get_object
 
-    def broken_off() -> None:
-        with table(out, kind) as sink:
-            sink.write(list(rows_of(random_group(3))))
+    def get_object(pool: Pool, item: int) -> bytes:
+        if len(seen) == reads:
             raise KeyboardInterrupt
+        seen.append(item)
+        return read(pool, item)
 
-    with pytest.raises(KeyboardInterrupt):
-        broken_off()
-    assert [path.name for path in tmp_path.iterdir()] == ["episodes"]
-    assert out.read_text() == "the one before"
+    patch.setattr(Pool, "get_object", get_object)
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_an_export_goes_on_where_it_was_broken_off(
+    folder: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_export, "PART_BYTES", 1)
+    out, calm = tmp_path / "episodes", tmp_path / "calm"
+    call = (f"pool={folder}", "what=export", f"format={kind}", f"out={out}")
+    wanted = called(*call[:-1], f"out={calm}")
+    out.write_text("the one before")
+    read: list[int] = []
+    for reads in (0, 5, 3):
+        with monkeypatch.context() as patch:
+            seen = ends_after(reads, patch)
+            with pytest.raises(SystemExit, match="130"):
+                called(*call)
+        read += seen
+        assert out.read_text() == "the one before"
+    Pool.open(str(folder)).put(99, random_group(99))  # later than the export was begun
+    (tmp_path / "episodes.parts" / "00000099.rows").write_bytes(b"a kill while it was writt")
+    with monkeypatch.context() as patch:
+        seen = ends_after(10**6, patch)
+        found = called(*call)
+    assert set(read) | set(seen) == set(ITEMS)
+    assert len(seen) < len(ITEMS) - 4, "what was done was done again"
+    assert {**found, "out": ""} == {**wanted, "out": ""}
+    assert out.read_bytes() == calm.read_bytes()
+    assert not (tmp_path / "episodes.parts").exists()
+    assert called(*call)["items"] == len(ITEMS) + 1, "the next begins anew"
+
+
+@pytest.mark.parametrize("other", ["format=jsonl", "pool={}/other"])
+def test_parts_of_another_export_are_not_gone_on_with(
+    folder: Path, tmp_path: Path, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    call = (f"pool={folder}", "what=export", f"out={tmp_path}/episodes")
+    ends_after(3, monkeypatch)
+    with pytest.raises(SystemExit, match="130"):
+        called(*call)
+    said = complaint(*call, other.format(tmp_path))
+    assert f"episodes.parts has parts of an export of pool={folder} format=parquet" in said
+    with locked(tmp_path / "episodes.parts", "export"):
+        assert "another export writes" in complaint(*call)
+
+
+def complaint(*overrides: str) -> str:
+    """The last line of a call that is refused after it has begun."""
+    err, argv = io.StringIO(), ["command", *QUIET, *overrides]
+    with (
+        mock.patch.object(sys, "argv", argv),
+        redirect_stderr(err),
+        pytest.raises(SystemExit, match="2"),
+    ):
+        main()
+    return err.getvalue().splitlines()[-1]
+
+
+def test_what_another_compacts_is_not_compacted(folder: Path) -> None:
+    with locked(folder, "keeper"):
+        said = complaint(f"pool={folder}", "what=compact", "keep=0")
+    assert f"another process compacts or deletes in {folder}" in said
 
 
 @pytest.mark.parametrize(
