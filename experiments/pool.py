@@ -44,6 +44,12 @@ class PoolConfig:
         check(self.format in FORMATS, named)
         exports = self.what == "export"
         check(exports == (self.out is not None), f"out={self.out} goes with what=export")
+        plain = self.format == PoolConfig.format
+        check(exports or plain, f"format={self.format} goes with what=export")
+        for name in ("keep", "size"):
+            value = getattr(self, name)
+            plain = value == getattr(PoolConfig, name)
+            check(self.what == "compact" or plain, f"{name}={value} goes with what=compact")
         check(self.run is None or self.what == "compact", f"run={self.run} goes with what=compact")
         check(self.keep >= 0, f"keep={self.keep} must be >= 0")
         check(self.size >= 1, f"size={self.size} must be at least 1")

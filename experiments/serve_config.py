@@ -128,7 +128,11 @@ class Config:
             f"mesh goes with engine=real: engine={self.engine} computes nothing that it could cut",
         )
         check(
-            real or scripted or self.rollout == sized,
+            real or self.rollout == sized,
             f"rollout but for context goes with engine=real: engine={self.engine} is sized where "
             "it runs",
+        )
+        check(
+            not scripted or self.rollout.context is None,
+            "rollout.context goes with other engines: a script ends where it says",
         )

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+TOPS = ("forge_jax", "experiments", "tests")
+MOST_LINES = 300
 MAY_IMPORT = {
     "drawing": set(),
     "lineage": set(),
@@ -90,6 +92,13 @@ def test_the_scheduler_has_no_clock_and_no_event_loop() -> None:
     for path in (ROOT / "forge_jax" / "sched").rglob("*.py"):
         tops = {name.split(".")[0] for name in imports(path)}
         assert not tops & {"asyncio", "threading", "time", "datetime"}, path
+
+
+def test_no_file_has_more_than_300_lines() -> None:
+    paths = [path for top in TOPS for path in (ROOT / top).rglob("*.py")]
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in paths}
+    assert len(lines) > 100
+    assert not {path: count for path, count in lines.items() if count > MOST_LINES}
 
 
 def test_modules_of_tests_have_names_of_their_own() -> None:

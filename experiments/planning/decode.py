@@ -33,9 +33,6 @@ from forge_jax.trees import Param
 
 PAGE = 128  # tokens of a page: large ones suit a TPU, which copies each by itself
 
-# Experts' matrices that the compiler copies in every step, as its kernels want them laid out.
-LAID_ANEW = ("gate", "up")
-
 
 def programs(
     model: ModelConfig, mesh: Mesh, sizes: MeshConfig, cfg: PlanConfig, topology: Topology

@@ -118,10 +118,10 @@ def sandbox_of(cfg: SandboxConfig) -> Sandbox:
         problem = problem_of(box)
         if problem is None:
             if problems:
-                LOG.warning("sandbox=%s: %s", kind, "; ".join(problems))
+                LOG.warning("agent.sandbox.kind=%s: %s", kind, "; ".join(problems))
             return box
         problems.append(f"{kind} does not work here ({problem})")
-    raise UserError(f"sandbox.kind={cfg.kind}: {'; '.join(problems)}")
+    raise UserError(f"agent.sandbox.kind={cfg.kind}: {'; '.join(problems)}")
 
 
 @functools.lru_cache

@@ -14,7 +14,7 @@ from forge_jax.gateway.parsers import hermes
 from forge_jax.gateway.parsers.lookup import first_parameter
 from forge_jax.gateway.parsers.tagged import MINIMAX, QWEN3_CODER, Tags
 from forge_jax.gateway.parsers.typed import Tool
-from forge_jax.gateway.tag_rules import SPACED, tagged_bodies
+from forge_jax.gateway.tag_rules import SPACED, quoted, tagged_bodies
 
 ARGUMENTS = {"hermes": "arguments", "json": "arguments", "llama3": "parameters"}
 TAGS = {"qwen3_coder": QWEN3_CODER, "minimax": MINIMAX}
@@ -82,11 +82,6 @@ def answer_or_call(
     anything = [{"$ref": "#/$defs/answer"}, *found]
     anything += several if parallel and form == "json" else []
     return {"anyOf": anything, "$defs": definitions}
-
-
-def quoted(text: str) -> str:
-    """`text` as the rules quote it."""
-    return json.dumps(text)
 
 
 def _listed(form: str, parallel: bool) -> str:

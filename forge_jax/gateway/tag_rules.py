@@ -38,21 +38,21 @@ def tagged_bodies(
         if schema is not None:
             parameters, more = _parameters(tool, schema, tags, f"value_{i}")
             rules += more
-        begin = _quoted(f"{tags.call}{name}{tags.name_end}\n")
-        rules.append(f"tool_{i}: {begin} {' '.join(parameters)} {_quoted(tags.call_end + chr(10))}")
+        begin = quoted(f"{tags.call}{name}{tags.name_end}\n")
+        rules.append(f"tool_{i}: {begin} {' '.join(parameters)} {quoted(tags.call_end + chr(10))}")
     return rules
 
 
 def _text_rules(tags: Tags) -> list[str]:
     """A parameter of any name, and the value of free text."""
-    begin, end = _quoted(tags.parameter), _quoted(f"{tags.name_end}{tags.line}")
+    begin, end = quoted(tags.parameter), quoted(f"{tags.name_end}{tags.line}")
     # Words that end a call end a broken one where a value goes on.
     broken = [re.escape(tag).replace("/", "\\/") for tag in (tags.call_end, tags.close)]
     return [
         f"any: {begin} NAME {end} text",
         r'NAME: /[^">\n]+/',
-        f"text: words {_quoted(chr(10))}",
-        f"words[lazy]: WORDS {_quoted(tags.parameter_end)}",
+        f"text: words {quoted(chr(10))}",
+        f"words[lazy]: WORDS {quoted(tags.parameter_end)}",
         f"WORDS: /(.|\\n)*/ & ~/(.|\\n)*{broken[0]}\\s*{broken[1]}(.|\\n)*/",
     ]
 
@@ -75,7 +75,7 @@ def _parameters(
     parameters, rules = [], []
     for j, (key, value) in enumerate(properties.items()):
         begin = f"{tags.parameter}{_written(key, tags)}{tags.name_end}{tags.line}"
-        written = f"({_quoted(begin)} {prefix}_{j})"
+        written = f"({quoted(begin)} {prefix}_{j})"
         parameters.append(written if key in required else f"{written}?")
         rules.append(f"{prefix}_{j}: {_value(value, schema, tags)}")
     return parameters, rules
@@ -85,11 +85,11 @@ def _value(schema: Any, whole: Mapping[str, Any], tags: Tags) -> str:
     """A value and the tag behind it."""
     kinds = kinds_of(schema, whole)
     found = resolved(schema, whole)
-    end = _quoted(f"{tags.line}{tags.parameter_end}\n")
+    end = quoted(f"{tags.line}{tags.parameter_end}\n")
     constants = constants_of(found) if isinstance(found, dict) else ()
     if constants:
         texts = [one if isinstance(one, str) else json.dumps(one) for one in constants]
-        return f"({' | '.join(map(_quoted, texts))}) {end}"
+        return f"({' | '.join(map(quoted, texts))}) {end}"
     if not kinds or "string" in kinds:
         return "text"
     shared = {key: whole[key] for key in SHARED if key in whole}
@@ -104,5 +104,6 @@ def _written(name: str, tags: Tags) -> str:
     return name
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """`text` as the rules quote it."""
     return json.dumps(text, ensure_ascii=False)

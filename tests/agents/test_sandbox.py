@@ -116,7 +116,7 @@ def test_a_kind_that_does_not_work_here_is_refused_by_name(monkeypatch: pytest.M
     monkeypatch.setenv("PATH", "/nowhere")
     problem_of.cache_clear()
     try:
-        with pytest.raises(UserError, match=r"sandbox.kind=namespaces.*no unshare"):
+        with pytest.raises(UserError, match=r"agent.sandbox.kind=namespaces.*no unshare"):
             sandbox_of(SandboxConfig(kind="namespaces"))
         assert sandbox_of(SandboxConfig()).kind == "none"
     finally:

@@ -232,6 +232,8 @@ def test_what_another_compacts_is_not_compacted(folder: Path) -> None:
         (("what=compact", "run=/nowhere"), "run=/nowhere: no metrics.jsonl there"),
         (("what=compact", "keep=-1"), "keep=-1"),
         (("what=compact", "size=0"), "size=0"),
+        (("what=stats", "size=8"), "size=8 goes with what=compact"),
+        (("what=verify", "format=jsonl"), "format=jsonl goes with what=export"),
         (("unknown=1",), "unknown"),
     ],
 )

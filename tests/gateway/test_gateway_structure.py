@@ -95,7 +95,7 @@ WRONG: list[tuple[dict, str]] = [
             "tool_choice": "required",
             "tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}],
         },
-        "tools",
+        "tools[0].function.parameters",
     ),
 ]
 
