@@ -114,8 +114,9 @@ class Config:
         )
         scripted = self.engine == "scripted"
         check(scripted or self.model is not None, f"model=null: engine={self.engine} needs a model")
+        check(not scripted or self.script is not None, "script=null: engine=scripted needs one")
         check(
-            scripted == (self.script is not None),
+            scripted or self.script is None,
             f"script={self.script!r} goes with engine=scripted and with no other",
         )
         real, sized = self.engine == "real", Sizes(context=self.rollout.context)

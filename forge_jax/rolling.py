@@ -152,8 +152,9 @@ class ExternalConfig:
 def check_engine(engine: str, url: str | None, external: ExternalConfig) -> None:
     """Raises ValueError unless `url` and `external` go with the kind of `engine`."""
     elsewhere = engine in ("vllm", "sglang")
+    check(not elsewhere or url is not None, f"engine_url=null: engine={engine} needs one")
     check(
-        elsewhere == (url is not None),
+        elsewhere or url is None,
         f"engine_url={url!r} goes with engine=vllm or sglang, and with no other",
     )
     check(

@@ -217,7 +217,7 @@ def test_sizes_are_those_of_the_engine() -> None:
         ("model=", "model=''"),
         ("model=tests", "model='tests'"),
         ("model=quick rollout.context=9999", "rollout.context=9999"),
-        ("engine=scripted", "script=None"),
+        ("engine=scripted", "script=null: engine=scripted needs one"),
         ("engine=scripted script=x.json mesh=host", "mesh goes with engine=real"),
         ("model=quick rollout.dtype=int8", "dtype='int8'"),
         ("engine=other", "engine='other'"),

@@ -57,7 +57,7 @@ def test_a_server_before_an_engine_elsewhere(capsys: pytest.CaptureFixture[str])
     ("overrides", "said"),
     [
         (("engine=vllm", URL, "model=quick"), "engine_url=http://127.0.0.1:9: no engine"),
-        (("engine=vllm", "model=quick"), "engine_url=None"),
+        (("engine=vllm", "model=quick"), "engine_url=null: engine=vllm needs one"),
         (("engine=sglang", URL), "engine=sglang needs a model"),
         (("model=quick", URL), "engine_url='http://127.0.0.1:9' goes with"),
         (("engine=vllm", URL, "model=quick", "rollout.slots=3"), "rollout but for context"),

@@ -108,7 +108,7 @@ def test_nothing_there() -> None:
     ("engine", "url", "external", "said"),
     [
         ("real", "http://a", ExternalConfig(), "engine_url='http://a' goes with"),
-        ("vllm", None, ExternalConfig(), "engine_url=None"),
+        ("vllm", None, ExternalConfig(), "engine_url=null: engine=vllm needs one"),
         ("vllm", "host:80", ExternalConfig(), "must begin with"),
         ("real", None, ExternalConfig(seeds=False), "external goes with"),
     ],
