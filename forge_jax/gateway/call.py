@@ -53,7 +53,8 @@ class Call:
     def tokens(self) -> int:
         """How many tokens the call holds, or would fit in what it holds."""
         held = sum(len(c.request.prompt) + len(c.output) for c in self.completions)
-        return held + self.stored_bytes // BYTES
+        said = sum(map(len, self.hints.values()))
+        return held + (self.stored_bytes + said) // BYTES
 
     def abort(self) -> None:
         """Keeps what was sampled as something nobody received."""
