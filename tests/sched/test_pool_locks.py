@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +45,12 @@ def test_two_processes_do_not_compact_or_delete_at_once(location: str) -> None:
     pool = Pool.open(location)
     for item in range(4):
         pool.put(item, random_group(item))
-    command = [sys.executable, "-c", HOLDER, location]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
+    with held_elsewhere(location):
         for change in (pool.compact, pool.delete):
             with pytest.raises(locks.PoolBusy, match="another process compacts or deletes"):
                 change([0, 1])
         assert pool.put(4, random_group(4)), "writers and readers go on"
         assert same(pool.get(0), random_group(0))
-        holder.kill()
     if "://" in location:  # a lease outlives its holder, until its time is over
         with pytest.raises(locks.PoolBusy, match=r"for \d+ s more"):
             pool.delete([0])
@@ -61,6 +58,19 @@ def test_two_processes_do_not_compact_or_delete_at_once(location: str) -> None:
     assert pool.compact([0, 1]) == 2
     pool.delete([0])
     assert pool.items() == (1, 2, 3, 4)
+
+
+@contextmanager
+def held_elsewhere(location: str) -> Iterator[None]:
+    """Meanwhile another process compacts or deletes; it is killed at it."""
+    command = [sys.executable, "-c", HOLDER, location]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "held\n"
+            yield
+        finally:
+            holder.kill()
 
 
 def expire(location: str) -> None:
