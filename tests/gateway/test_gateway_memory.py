@@ -69,12 +69,9 @@ def test_what_clients_say_of_their_sessions_counts_for_what_is_kept() -> None:
     async def test() -> None:
         chat = chat_of("chatml")
         async with served(text_engine(chat, "x"), chat, keep_tokens=20_000) as up:
+            body = {"messages": [{"role": "user", "content": "hi"}]}
             for _ in range(8):
-                await up.post(
-                    f"/s/s{PATH}",
-                    {"messages": [{"role": "user", "content": "hi"}]},
-                    **{"x-codex-turn-metadata": "y" * 30_000},
-                )
+                await up.post(f"/s/s{PATH}", body, **{"x-codex-turn-metadata": "y" * 30_000})
             assert len(await up.turns("s")) == 2
 
     run(test)
