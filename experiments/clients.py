@@ -189,6 +189,7 @@ async def play(name: str, cfg: Config) -> dict[str, Any]:
 
 
 def told(outcome: Outcome) -> str:
+    """Why a client did not do its task; "" where it did."""
     return outcome.error or ("" if outcome.reward else "the answer is not what the drawer holds")
 
 

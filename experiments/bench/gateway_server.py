@@ -86,6 +86,7 @@ async def next_step() -> str:
 
 
 def say(**told: Any) -> None:
+    """Prints one line of JSON."""
     print(json.dumps(told), flush=True)
 
 

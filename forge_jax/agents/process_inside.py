@@ -32,18 +32,21 @@ Become = Callable[[dict[str, Any]], NoReturn]  # what turns a process into the a
 
 
 def checked(result: int, what: str) -> None:
+    """Raises OSError, with what libc says of it, unless a call gave 0."""
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
 def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    """mount(2). Raises OSError."""
     arguments = [text.encode() for text in (source, target, kind)]
     result = LIBC.mount(*arguments, ctypes.c_ulong(flags), data.encode())
     checked(result, f"mount {kind or source} on {target}")
 
 
 def tmpfs(path: str) -> None:
+    """An empty folder in memory over `path`, which anybody may write."""
     mount("tmpfs", path, "tmpfs", MS_NOSUID | MS_NODEV, "mode=1777")
 
 
@@ -155,6 +158,7 @@ def watch(pid: int, control: socket.socket) -> int:
 
 
 def run(control: socket.socket, become: Become) -> dict[str, Any]:
+    """Reads what to do, does it, and says how the agent ended. Raises OSError where walls fail."""
     line = b""
     while not line.endswith(b"\n"):
         line += control.recv(1)  # not more: the next byte has a meaning of its own

@@ -105,6 +105,7 @@ def handles() -> frozenset[int]:
 
 
 def is_open(number: int) -> bool:
+    """Whether a file descriptor is open."""
     try:
         os.fstat(number)
     except OSError:

@@ -57,6 +57,7 @@ class Tail:
 
 
 def children(pid: int) -> list[int]:
+    """Processes that `pid` started or inherited; none of one that is gone."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -76,6 +77,7 @@ def descendants() -> list[int]:
 
 
 def send(pids: list[int], number: int) -> None:
+    """Signals all that are still there."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -131,6 +133,7 @@ def relay(listener: socket.socket, target: tuple[str, int]) -> None:
 
 
 def carry(source: socket.socket, sink: socket.socket) -> None:
+    """Copies bytes until the source ends or either breaks, and passes the end on."""
     with contextlib.suppress(OSError):
         while piece := source.recv(PIECE):
             sink.sendall(piece)

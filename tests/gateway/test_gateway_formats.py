@@ -13,7 +13,8 @@ from fake_engine import chat_of, run, served, text_engine
 from test_gateway_tools import cut, read
 
 from forge_jax.gateway.messages import ToolCall
-from forge_jax.gateway.parsers.formats import parser_for
+from forge_jax.gateway.parsers.blocks import MOST_READ, Before, Block, BlockParser, Format, Start
+from forge_jax.gateway.parsers.formats import format_of, parser_for
 from forge_jax.gateway.parsers.typed import typed
 
 WRITE = {
@@ -227,12 +228,29 @@ def test_nothing_is_swallowed_where_there_is_no_call(form: str) -> None:
         assert calls or content == text
 
 
+class Counted:
+    """A format that counts the characters it is asked to look at."""
+
+    def __init__(self, inner: Format):
+        self._inner, self.seen = inner, 0
+
+    def start(self, text: str, before: Before, last: bool) -> Start:
+        self.seen += len(text)
+        return self._inner.start(text, before, last)
+
+    def read(self, text: str, last: bool) -> Block | None:
+        self.seen += len(text)
+        return self._inner.read(text, last)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_long_values_are_read_in_time_that_grows_with_them(form: str) -> None:
     long = SAMPLES[form][0][0].replace("print", "print()>}" * 20_000)
     pieces = [long[i : i + 4] for i in range(0, len(long), 4)]
-    (call,) = read(parser_for(form, TOOLS, "c"), pieces)[1]
+    counted = Counted(format_of(form, TOOLS))
+    (call,) = read(BlockParser(counted, "c"), pieces)[1]
     assert len(call.arguments) > 180_000
+    assert counted.seen <= (MOST_READ + 1) * len(long)
 
 
 def test_texts_get_the_types_of_their_schemas() -> None:

@@ -37,10 +37,11 @@ def parser_for(form: str, tools: Sequence[Tool], prefix: str) -> ReplyParser:
         return PlainText()
     if form == "lookup":
         return LookupParser(tools[0]["function"], prefix)
-    return BlockParser(_format(form, tools), prefix)
+    return BlockParser(format_of(form, tools), prefix)
 
 
-def _format(form: str, tools: Sequence[Tool]) -> Format:
+def format_of(form: str, tools: Sequence[Tool]) -> Format:
+    """How calls of a tool format are found, but for those of `lookup`."""
     match form:
         case "hermes":
             return Hermes()
