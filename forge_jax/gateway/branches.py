@@ -8,7 +8,7 @@ values, text without white space around it, and beside a tool call not at all.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -108,13 +108,20 @@ def _rewritten(talk: Talk, nearest: Earlier, shared: int, index: int) -> Found:
     if shared == kept == len(talk.messages):
         return Found(branch=Branch.REPEATED)
     if shared == kept:
-        keys = [message_key(reply) for reply in nearest.replies]
-        if talk.messages[kept] in keys:
-            choice = keys.index(int(talk.messages[kept]))
+        said = int(talk.messages[kept])
+        choice = next((i for i, r in enumerate(nearest.replies) if said in _reply_keys(r)), None)
+        if choice is not None:
             return Found(branch=Branch.RERENDERED, goes_on=(index, choice))
     elif _shortened(talk, nearest.talk, shared):
         return Found(branch=Branch.TRUNCATED)
     return Found(branch=Branch.HISTORY_EDITED)
+
+
+def _reply_keys(reply: Message) -> tuple[int, ...]:
+    """What a reply may come back as: one of a thought alone may have been told as text."""
+    alone = reply.thought and not reply.calls and not reply.content.strip()
+    told = [replace(reply, content=reply.thought)] if alone else []
+    return tuple(message_key(message) for message in (reply, *told))
 
 
 def _shortened(talk: Talk, before: Talk, shared: int) -> bool:

@@ -216,3 +216,11 @@ def test_of_calls_that_share_as_much_the_one_of_these_tools_is_compared() -> Non
     do(*TASK, reply=calls())
     assert do(*TASK, tools=()) is Branch.TOOLS_CHANGED
     assert do(*TASK, says("Something else."), user("Go on.")) is Branch.HISTORY_EDITED
+
+
+@pytest.mark.parametrize("told", ["", "I must think."])
+def test_a_reply_that_was_a_thought_alone_may_have_been_told_as_text(told: str) -> None:
+    do = Calls()
+    do(*TASK, reply=Message(role="assistant", content="", thought="I must think."))
+    assert do(*TASK, says(told), user("Go on.")) == "rerendered"
+    assert do(*TASK, says("I must not."), user("Go on.")) == "history_edited"
