@@ -223,4 +223,4 @@ def test_a_reply_that_was_a_thought_alone_may_have_been_told_as_text(told: str) 
     do = Calls()
     do(*TASK, reply=Message(role="assistant", content="", thought="I must think."))
     assert do(*TASK, says(told), user("Go on.")) == "rerendered"
-    assert do(*TASK, says("I must not."), user("Go on.")) == "history_edited"
+    assert do(*TASK, says("I must not, or so I think."), user("Go on.")) == "history_edited"
