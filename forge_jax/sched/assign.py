@@ -22,9 +22,3 @@ def assign(costs: np.ndarray, ranks: int) -> np.ndarray:
         load, items, rank[item] = heap[0]
         heapq.heapreplace(heap, (load + cost, items + 1, int(rank[item])))
     return rank
-
-
-def imbalance(costs: np.ndarray, rank: np.ndarray, ranks: int) -> float:
-    """Cost of the dearest rank over the mean; 1 is perfect."""
-    load = np.bincount(rank, weights=costs, minlength=ranks)
-    return float(load.max() * ranks / load.sum()) if load.sum() > 0 else 1.0

@@ -162,16 +162,6 @@ class Pool:
             for write in [self._store.write(_key(item), None) for item in gone]:
                 answer(write)
 
-    def keep_only(self, items: Iterable[int]) -> tuple[int, ...]:
-        """Removes every item but these, and says which it removed.
-
-        For a resume: items put after the checkpoint are sampled again.
-        """
-        wanted = set(items)
-        surplus = tuple(item for item in self.items() if item not in wanted)
-        self.delete(surplus)
-        return surplus
-
     def compact(self, items: Sequence[int]) -> int:
         """Merges items into one segment; how many it did. Their numbers read as before.
 

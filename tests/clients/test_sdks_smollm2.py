@@ -20,7 +20,7 @@ from forge_jax.rollout.engine import RolloutEngine
 pytestmark = pytest.mark.slow
 pytest.importorskip("gguf", reason="the package gguf is not installed")
 
-SIZES = RolloutConfig(slots=2, context=512, page=16, chunk=64, decode_steps=8, shaping=True)
+SIZES = RolloutConfig(slots=2, context=512, page=64, chunk=64, decode_steps=1, shaping=True)
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 CITY = {
     "type": "object",

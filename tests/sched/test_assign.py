@@ -5,7 +5,7 @@ import pytest
 from synthetic import agentic, make_sample
 from test_forest_split import occurrences
 
-from forge_jax.sched.assign import assign, imbalance
+from forge_jax.sched.assign import assign
 from forge_jax.sched.cost import BY_TOKENS, CostModel, sizes_of
 from forge_jax.sched.merge import merge
 from forge_jax.sched.split import split
@@ -23,7 +23,6 @@ def test_the_dearest_rank_is_near_what_it_must_be(seed: int, ranks: int) -> None
     load = np.bincount(rank, weights=costs, minlength=ranks)
     assert len(load) == ranks
     assert load.max() <= 4 / 3 * max(costs.max(), costs.sum() / ranks) + 1e-9
-    assert imbalance(costs, rank, ranks) == pytest.approx(load.max() / load.mean())
     assert (assign(costs, ranks) == rank).all()
 
 
@@ -44,7 +43,7 @@ def test_one_tree_is_balanced_over_ranks(seed: int, ranks: int) -> None:
         parts = split(forest, budget, COST, ranks, carry=False)
         found = costs(parts)
         assert len(parts) % ranks == 0
-        assert imbalance(found, np.arange(len(parts)), len(parts)) <= 1.05
+        assert found.max() <= 1.05 * found.mean()
         assert max(part.n_tokens for part in parts) <= budget
         together = sum((occurrences(part) for part in parts), start=occurrences(parts[0]))
         assert together - occurrences(parts[0]) == occurrences(forest)
@@ -59,7 +58,7 @@ def test_trees_that_balance_as_they_are_stay_whole(seed: int) -> None:
     parts = split(even, 100, COST, 4)
     assert sum(part.n_tokens for part in parts) == even.n_tokens
     found = costs(split(forest, 10**6, COST, 4))
-    assert imbalance(found, np.arange(len(found)), len(found)) <= 1.05
+    assert found.max() <= 1.05 * found.mean()
 
 
 def test_what_cannot_be_cut_is_spread_as_well_as_it_goes() -> None:
