@@ -1,7 +1,7 @@
 """A generation queue and its trainer on a latency trace: the order, and what it costs.
 
     python -m experiments.simulate trace=FILE.json policy=window [window=W] [in_flight=N]
-        [batch=P] [train_seconds=X] [plot=FILE.png]
+        [lag_updates=U] [batch=P] [train_seconds=X] [plot=FILE.png]
 
 Prints one JSON object; docs/scheduling.md tells how to read it.
 """
@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 from experiments.command import command
 from forge_jax.config import UserError, load
+from forge_jax.sched.policies import budget_window, share_window
 from forge_jax.sched.simulate import Schedule, Trace, simulate
 
 POLICIES = ("window", "fifo", "greedy")
@@ -33,7 +34,7 @@ def run(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
     """What configs/simulate.yaml says, simulated. Raises UserError naming a bad key."""
     plot = check_plot(mapping["plot"])
     trace = read_trace(mapping)
-    window = pick_window(mapping["policy"], mapping["window"], trace.in_flight)
+    window = pick_window(mapping, trace)
     schedule = simulate(trace, window, _progress(len(trace.service), trace.batch))
     if plot is not None:
         draw(plot, trace, schedule)
@@ -73,15 +74,28 @@ def read_trace(mapping: Mapping[str, Any]) -> Trace:
         raise UserError(f"trace={path!r} holds a number past the largest float") from error
 
 
-def pick_window(policy: Any, window: Any, in_flight: int) -> int | None:
+def pick_window(mapping: Mapping[str, Any], trace: Trace) -> int | None:
     """W of a policy: 0 for fifo, None for greedy. Raises UserError naming a bad key."""
+    policy, window, updates = mapping["policy"], mapping["window"], mapping["lag_updates"]
     if policy not in POLICIES:
         raise UserError(f"policy={policy!r} must be one of {', '.join(POLICIES)}")
     number = type(window) is int and window >= 0
-    if not (number or window is None or window == "auto"):
-        raise UserError(f"window={window!r} must be an integer >= 0, auto or null")
+    share = type(window) is float and 0 <= window <= 1
+    if not (number or share or window is None or window == "auto"):
+        raise UserError(
+            f"window={window!r} must be an integer >= 0, a share of in_flight from 0.0 to 1.0, "
+            "auto or null"
+        )
+    if updates is not None and (type(updates) is not int or updates < 1):
+        raise UserError(f"lag_updates={updates!r} must be an integer >= 1, or null")
+    if updates is not None and (policy != "window" or window != "auto"):
+        raise UserError(f"lag_updates={updates} goes with policy=window window=auto only")
     if policy == "window":
-        return int(WINDOW_SHARE * in_flight) if window == "auto" else window
+        if updates is not None:
+            return budget_window(trace.in_flight, trace.batch, updates)
+        if window == "auto" or share:
+            return share_window(trace.in_flight, window if share else WINDOW_SHARE)
+        return window
     if window != "auto":
         print(f"policy={policy} has its own window; {window=} is not used", file=sys.stderr)
     return 0 if policy == "fifo" else None

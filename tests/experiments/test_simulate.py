@@ -19,6 +19,7 @@ KEYS = {
     "trace": None,
     "policy": "window",
     "window": "auto",
+    "lag_updates": None,
     "in_flight": None,
     "batch": None,
     "train_seconds": None,
@@ -87,6 +88,8 @@ def test_policies_are_windows(tmp_path: Path) -> None:
         ("window", "auto"): 3,
         ("window", 7): 7,
         ("window", 0): 0,
+        ("window", 0.55): 5,
+        ("window", 1.0): 10,
         ("window", None): None,
     }
     for (policy, window), meant in windows.items():
@@ -94,6 +97,14 @@ def test_policies_are_windows(tmp_path: Path) -> None:
         assert result["window"] == meant
         assert result["lag_bound"] == (None if meant is None else 9 + meant)
         assert result["order"].index(0) == (40 if meant is None else meant)
+
+
+def test_a_window_from_a_lag_budget(tmp_path: Path) -> None:
+    result = simulate(tmp_path, lag_updates=4)
+    assert (result["window"], result["lag_bound"]) == (4 * 2 - 3, 7)
+    assert result["lag_bound"] // 2 + 1 == 4, "and one more would be 5"
+    with pytest.raises(UserError, match="in_flight=3: a lag of 1 updates of 2 items"):
+        simulate(tmp_path, lag_updates=1)
 
 
 def test_a_window_that_is_not_used_is_said(
@@ -139,6 +150,10 @@ def test_a_bad_trace_is_named(tmp_path: Path, trace: Any, named: str) -> None:
         ({"window": -1}, "window=-1"),
         ({"window": 1.5}, "window=1.5"),
         ({"window": True}, "window=True"),
+        ({"window": -0.1}, "window=-0.1"),
+        ({"lag_updates": 0}, "lag_updates=0"),
+        ({"lag_updates": 2, "window": 3}, "lag_updates=2"),
+        ({"lag_updates": 2, "policy": "fifo"}, "lag_updates=2"),
         ({"window": -1, "policy": "greedy"}, "window=-1"),
         ({"in_flight": 0}, "in_flight=0"),
         ({"batch": 2.0}, "batch=2.0"),
