@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from experiments.command import command
 from experiments.simulate import check_plot
 from forge_jax.config import UserError, check, load
-from forge_jax.sched.fleet import Played, TrainerConfig, play
+from forge_jax.sched.fleet import play
 from forge_jax.sched.instances import FleetConfig
 from forge_jax.sched.lanes import LaneConfig, Lanes
 from forge_jax.sched.latency import (
@@ -34,6 +34,8 @@ from forge_jax.sched.latency import (
     mixture,
     recorded,
 )
+from forge_jax.sched.online import OnlineConfig, Tuner
+from forge_jax.sched.played import Played, TrainerConfig
 from forge_jax.sched.policies import (
     GreedyDrop,
     Policy,
@@ -46,7 +48,7 @@ from forge_jax.sched.policies import (
 from forge_jax.sched.pool import Pool
 from forge_jax.sched.queue import Deadline
 from forge_jax.sched.skew import over_time, report
-from forge_jax.sched.tuner import TuneConfig, Tuned, redraw, tune
+from forge_jax.sched.tuner import TuneConfig, redraw, tune
 
 WORKLOADS = {  # of mean 1 s in service
     "light": (Domain(name="light", share=1.0, compute=Light()),),
@@ -61,7 +63,7 @@ WORKLOADS = {  # of mean 1 s in service
     ),
 }
 SHARES = {"tenth": 0.1, "third": 0.3, "full": 1.0}  # W over N
-POLICIES = ("fifo", *SHARES, "deadline", "greedy", "drop", "versions", "tuned")
+POLICIES = ("fifo", *SHARES, "deadline", "greedy", "drop", "versions", "tuned", "online")
 STRETCHES = 25  # of a run, drawn over time
 
 
@@ -80,6 +82,7 @@ class BenchConfig:
     deadline: float
     skew: float
     horizon: int
+    every: int
     instances: int
     slowdown: float
     failure_seconds: float | None
@@ -110,6 +113,10 @@ class BenchConfig:
         )
 
     @property
+    def tune(self) -> TuneConfig:
+        return TuneConfig(updates=self.budget, skew=self.skew, horizon=self.horizon, seed=self.seed)
+
+    @property
     def budget(self) -> int:
         """The lag budget in updates."""
         if self.lag_updates is not None:
@@ -132,12 +139,15 @@ def bench(cfg: BenchConfig) -> dict[str, Any]:
             train = supply * cfg.batch * float(items.duration.mean()) / cfg.in_flight
             found = []
             for kind in cfg.policies:
-                policy, tuned = pick_policy(cfg, kind, items, train)
-                if tuned is not None:
-                    reasons[f"{name}, supply {supply:g}"] = list(tuned.reasons)
+                policy, why = pick_policy(cfg, kind, items, train)
                 limit = cfg.deadline * float(items.duration.mean())
                 deadline = Deadline(seconds=limit) if kind == "deadline" else None
-                row, played = measure(cfg, items, policy, deadline, train)
+                tuner = new_tuner(cfg) if kind == "online" else None
+                row, played = measure(cfg, items, policy, train, deadline, tuner)
+                if tuner is not None:
+                    why = [f"{one.updates}: {', '.join(one.reasons)}" for one in tuner.log]
+                if why:
+                    reasons[f"{name}, supply {supply:g}, {kind}"] = why
                 found.append({"workload": name, "supply": supply, "policy": kind} | row)
                 lines[name, supply, kind] = over_time(items, played, STRETCHES)
                 print(f"{name} at supply {supply:g}: {kind}", file=sys.stderr, flush=True)
@@ -160,41 +170,52 @@ def workloads(cfg: BenchConfig) -> dict[str, Items]:
 
 def pick_policy(
     cfg: BenchConfig, kind: str, items: Items, train: float
-) -> tuple[Policy, Tuned | None]:
-    """A policy by its name, and what the tuner said where it is the tuner's."""
+) -> tuple[Policy, list[str]]:
+    """A policy by its name, and the tuner's reasons where it is the tuner's."""
     n = cfg.in_flight
     if kind in SHARES:
-        return Window(in_flight=n, window=share_window(n, SHARES[kind])), None
+        return Window(in_flight=n, window=share_window(n, SHARES[kind])), []
     if kind == "fifo":
-        return fifo(n), None
-    if kind == "deadline":
-        return Window(in_flight=n, window=share_window(n, SHARES["third"])), None
+        return fifo(n), []
+    if kind in ("deadline", "online"):
+        return Window(in_flight=n, window=share_window(n, SHARES["third"])), []
     if kind == "greedy":
-        return greedy(n), None
+        return greedy(n), []
     if kind == "drop":
-        return GreedyDrop(in_flight=n, max_updates=cfg.budget), None
+        return GreedyDrop(in_flight=n, max_updates=cfg.budget), []
     if kind == "versions":
         versions = (cfg.budget * cfg.batch - n) // cfg.batch - 1
         if versions < 0:
             raise UserError(f"lag_updates={cfg.budget} is too few for in_flight={n} and versions")
-        return VersionWindow(in_flight=n, versions=versions), None
-    wanted = TuneConfig(updates=cfg.budget, skew=cfg.skew, horizon=cfg.horizon, seed=cfg.seed)
-    tuned = tune(items, batch=cfg.batch, train_seconds=train, cfg=wanted, fleet=cfg.fleet)
-    return Window(in_flight=tuned.in_flight, window=tuned.window), tuned
+        return VersionWindow(in_flight=n, versions=versions), []
+    tuned = tune(items, batch=cfg.batch, train_seconds=train, cfg=cfg.tune, fleet=cfg.fleet)
+    return Window(in_flight=tuned.in_flight, window=tuned.window), list(tuned.reasons)
+
+
+def new_tuner(cfg: BenchConfig) -> Tuner:
+    """One that starts from nothing measured."""
+    online = OnlineConfig(tune=cfg.tune, every=cfg.every)
+    return Tuner(online, batch=cfg.batch, fleet=cfg.fleet)
 
 
 def measure(
-    cfg: BenchConfig, items: Items, policy: Policy, deadline: Deadline | None, train: float
+    cfg: BenchConfig,
+    items: Items,
+    policy: Policy,
+    train: float,
+    deadline: Deadline | None,
+    tuner: Tuner | None,
 ) -> tuple[dict[str, Any], Played]:
     """One policy on one workload: its numbers, and all that happened."""
     began = time.process_time()
     lanes = Lanes([LaneConfig(name="all", policy=policy, deadline=deadline)], batch=cfg.batch)
     trainer = TrainerConfig(seconds=train, updates=cfg.updates)
     own = (tuple(range(len(items.names))),)
-    played = play(items, lanes, own, cfg.fleet, trainer, seed=cfg.seed)
+    played = play(items, lanes, own, cfg.fleet, trainer, seed=cfg.seed, tuner=tuner)
     seconds = time.process_time() - began
-    window = policy.window if isinstance(policy, Window) else None
-    row = {"in_flight": policy.places, "window": window, "cpu_seconds": seconds}
+    last = lanes.queues[0].policy
+    window = last.window if isinstance(last, Window) else None
+    row = {"in_flight": last.places, "window": window, "cpu_seconds": seconds}
     return row | dataclasses.asdict(report(items, played)), played
 
 

@@ -12,49 +12,17 @@ nothing. A consumed item frees its place at once. At one instant ends come befor
 import heapq
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
-from forge_jax.config import UserError, check
+from forge_jax.config import UserError
 from forge_jax.sched.instances import FleetConfig, Instances, faults
 from forge_jax.sched.lanes import Lanes
 from forge_jax.sched.latency import Items
-from forge_jax.sched.policies import Why
+from forge_jax.sched.played import Played, Resizer, TrainerConfig
+from forge_jax.sched.policies import Why, Window
 
 COMPUTED, TOOL, REPAIRED, FAILED, TRAINED = range(5)  # kinds of events, first things first
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerConfig:
-    """How fast finished items are trained on, and for how long."""
-
-    seconds: float  # of one update
-    updates: int | None = None  # after which it ends; items come again from the first as needed
-    # None: until all items have ended, each admitted once
-
-    def __post_init__(self) -> None:
-        check(0 <= self.seconds < math.inf, f"seconds={self.seconds} must be a number >= 0")
-        check(self.updates is None or self.updates >= 1, f"updates={self.updates} must be >= 1")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Played:
-    """What came of it; unless it says otherwise, an array is of consumed items, in order."""
-
-    item: np.ndarray  # i64[k], index into the items
-    time: np.ndarray  # f64[k], seconds
-    lag: np.ndarray  # i64[k], items consumed between admission and own consumption
-    updates: np.ndarray  # i64[k], updates complete between them
-    failed: np.ndarray  # bool[k], nothing to train on
-    admitted: np.ndarray  # i64[a], items in order of admission
-    evicted: np.ndarray  # i64[e], items given up for good
-    counts: dict[Why, int]
-    lost: int  # computations that a failing instance threw away
-    makespan: float  # end of the last update
-    trainer_idle: float  # share of the makespan spent neither training nor consuming
-    place_idle: float  # mean share of the lanes' places not in service
-    instance_idle: float  # mean share of the instances without an item computing
 
 
 def play(
@@ -65,6 +33,7 @@ def play(
     trainer: TrainerConfig,
     *,
     seed: int = 0,
+    tuner: Resizer | None = None,
     progress: Callable[[int], None] = lambda consumed: None,
 ) -> Played:
     """Plays `items`; lane l admits those whose domain is in `domains[l]`, in their order.
@@ -74,7 +43,9 @@ def play(
     """
     if trainer.updates is None and len(lanes.names) > 1:
         raise UserError("updates=None: several lanes need a number of updates, to end at")
-    one = _Play(items, lanes, domains, fleet, trainer, seed, progress)
+    if tuner is not None and len(lanes.names) > 1:
+        raise UserError("a tuner has one window to set, and there are several lanes")
+    one = _Play(items, lanes, domains, fleet, trainer, seed, tuner, progress)
     one.run()
     return one.played()
 
@@ -90,12 +61,13 @@ class _Play:
         fleet: FleetConfig,
         trainer: TrainerConfig,
         seed: int,
+        tuner: Resizer | None,
         progress: Callable[[int], None],
     ):
         rng = np.random.default_rng(seed)
         cut, hangs = faults(fleet, len(items), rng)
         self.rng, self.fleet, self.trainer, self.lanes = rng, fleet, trainer, lanes
-        self.progress = progress
+        self.items, self.tuner, self.progress = items, tuner, progress
         self.compute, self.cut = (items.compute * cut).tolist(), (cut < 1).tolist()
         self.tool = np.where(hangs, math.inf, np.where(cut < 1, 0.0, items.tool)).tolist()
         self.supply = [np.flatnonzero(np.isin(items.domain, own)).tolist() for own in domains]
@@ -109,7 +81,8 @@ class _Play:
         self.started = 0
         self.instances = Instances(fleet)
         self.events: list[tuple[float, int, int, int]] = []  # (time, kind, what, stamp)
-        self.now = self.waited = self.place_seconds = 0.0
+        self.now = self.waited = self.place_seconds = self.places_seconds = 0.0
+        self.places = sum(queue.policy.places for queue in lanes.queues)
         self.training = self.over = False
         self.held = self.done = 0  # items of the batch at hand; updates complete
         self.taken: list[tuple[int, float, int, int]] = []
@@ -139,6 +112,7 @@ class _Play:
     def pass_to(self, at: float) -> None:
         passed = at - self.now
         self.place_seconds += passed * len(self.runs)
+        self.places_seconds += passed * self.places
         if not self.training:
             self.waited += passed
         self.now = at
@@ -172,6 +146,10 @@ class _Play:
         lane, number = self.runs.pop(run)
         del self.run_of[lane, number]
         self.lanes.queues[lane].finish(number)
+        if self.tuner is not None:
+            item = self.owner[lane][number]
+            length = float(self.items.length[item])
+            self.tuner.observe(self.compute[item], self.tool[item], length)
 
     def settle(self) -> None:
         """All that can happen at this instant without time passing."""
@@ -246,7 +224,19 @@ class _Play:
         self.lanes.update()
         self.lanes.next_batch()
         self.progress(len(self.taken))
+        if self.tuner is not None:
+            self.retune(self.tuner)
         self.over = self.done == self.trainer.updates
+
+    def retune(self, tuner: Resizer) -> None:
+        (queue,) = self.lanes.queues
+        policy = queue.policy
+        if not isinstance(policy, Window) or policy.window is None:
+            raise UserError(f"a tuner sets windows, and the policy is {policy}")
+        other = tuner.updated(self.trainer.seconds, (policy.in_flight, policy.window))
+        if other is not None:
+            queue.adopt(other)
+            self.places = other.places
 
     def expect_failure(self, instance: int) -> None:
         self.push(self.now + self.rng.exponential(self.fleet.failure_seconds), FAILED, instance)
@@ -263,7 +253,6 @@ class _Play:
     def played(self) -> Played:
         self.instances.settle(self.now)
         item, time, lag, updates = zip(*self.taken, strict=True) if self.taken else ((),) * 4
-        places = [queue.policy.places for queue in self.lanes.queues]
         end = max(self.now, 1e-300)
         counts = {why: sum(q.evicted[why] for q in self.lanes.queues) for why in Why}
         return Played(
@@ -278,6 +267,6 @@ class _Play:
             lost=self.instances.lost,
             makespan=self.now,
             trainer_idle=self.waited / end,
-            place_idle=1 - self.place_seconds / (sum(places) * end),
+            place_idle=1 - self.place_seconds / max(self.places_seconds, 1e-300),
             instance_idle=1 - self.instances.busy_seconds / (self.fleet.instances * end),
         )

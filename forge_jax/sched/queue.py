@@ -7,6 +7,7 @@ asserted at every consumption. Payloads live elsewhere; no clock, no thread, no 
 """
 
 import bisect
+import dataclasses
 import heapq
 import math
 from collections.abc import Mapping
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from forge_jax.config import check
-from forge_jax.sched.policies import Bounds, Policy, Why, as_plain
-from forge_jax.sched.saved_queue import check_state
+from forge_jax.sched.policies import Bounds, Policy, Why, Window, as_plain
+from forge_jax.sched.saved_queue import Change, check_state
 
 Entry = tuple[int, int]  # items consumed and updates complete when an item was admitted
 
@@ -59,6 +60,7 @@ class Queue:
         check(ahead >= 0, f"{ahead=} must be >= 0")
         self.policy = policy
         self.deadline = deadline
+        self.batch, self.batches_ahead = batch, ahead
         self.bounds: Bounds | None = policy.bounds(batch, ahead)
         self.admitted = 0  # the next number to admit
         self.head = 0
@@ -72,6 +74,7 @@ class Queue:
         self._finished: dict[int, Entry] = {}  # in the order they finished
         self._again: set[int] = set()  # numbers of items that were requeued
         self._edges: list[tuple[int, int]] = []  # (version, last number admitted in it)
+        self._change: Change | None = None
         self._rank = 0  # of the next finish
         self._eligible: list[tuple[int, int]] = []  # heap of (rank, number)
         self._blocked: list[tuple[int, int]] = []  # heap of (number, rank)
@@ -168,6 +171,28 @@ class Queue:
             gone.append(self._give_up(self.head, Why.REQUEUED if first else Why.EXPIRED))
         return gone
 
+    def adopt(self, policy: Window) -> None:
+        """Goes on under another window, in place of one. Raises ValueError for other policies.
+
+        Until all that was admitted before has ended, the narrower of the windows rules, so that
+        every item keeps the bound of the window that it was admitted under.
+        """
+        old = self.policy
+        if not isinstance(old, Window) or old.window is None or policy.window is None:
+            raise ValueError(f"{policy} cannot follow {old}: both must be bounded windows")
+        before, bounds = self._change, self.bounds
+        new = policy.bounds(self.batch, self.batches_ahead)
+        assert bounds is not None
+        assert new is not None
+        self._change = Change(
+            window=min(old.window if before is None else before.window, policy.window),
+            places=max(old.in_flight if before is None else before.places, policy.in_flight),
+            items=max(bounds.items, new.items),
+            until=self.admitted - 1,
+        )
+        self.policy = policy
+        self._moved()
+
     def state(self) -> dict[str, Any]:
         """Everything a resumed queue needs to continue exactly, as plain JSON.
 
@@ -186,6 +211,7 @@ class Queue:
             "finished": [[number, *entry] for number, entry in self._finished.items()],
             "again": sorted(self._again),
             "edges": [list(edge) for edge in self._edges],
+            "change": self._change and dataclasses.asdict(self._change),
             "evicted": {why.value: count for why, count in self.evicted.items()},
         }
 
@@ -199,6 +225,8 @@ class Queue:
         self._finished = {number: (b, v) for number, b, v in state["finished"]}
         self._edges = [(version, last) for version, last in state["edges"]]
         self.evicted = {why: state["evicted"][why.value] for why in Why}
+        self._change = state["change"] and Change(**state["change"])
+        self._set_bounds()
         self._rank, self._eligible, self._blocked, self._watched = 0, [], [], None
         for number in self._finished:
             self._rank_finished(number)
@@ -233,9 +261,27 @@ class Queue:
             self.head += 1
         while len(self._edges) > 1 and self._edges[0][1] < self.head:
             self._edges.pop(0)
-        while self._blocked and self._blocked[0][0] <= self.policy.reach(self):
+        self._moved()
+
+    def _moved(self) -> None:
+        """Lets in what is within reach now, after the head or the policy has changed."""
+        if self._change is not None:
+            if self.head > self._change.until:
+                self._change = None
+            self._set_bounds()
+        while self._blocked and self._blocked[0][0] <= self._reach():
             unblocked, rank = heapq.heappop(self._blocked)
             heapq.heappush(self._eligible, (rank, unblocked))
+
+    def _reach(self) -> float:
+        reach = self.policy.reach(self)
+        return reach if self._change is None else min(reach, self.head + self._change.window)
+
+    def _set_bounds(self) -> None:
+        self.bounds = self.policy.bounds(self.batch, self.batches_ahead)
+        if self._change is not None:
+            items = self._change.items
+            self.bounds = Bounds(items=items, updates=items // self.batch + 1 + self.batches_ahead)
 
     def _overdue(self, now: float, deadline: Deadline) -> bool:
         if self.head not in self._running:
@@ -246,7 +292,7 @@ class Queue:
         return now >= self._watched[1] + deadline.seconds
 
     def _rank_finished(self, number: int) -> None:
-        if number <= self.policy.reach(self):
+        if number <= self._reach():
             heapq.heappush(self._eligible, (self._rank, number))
         else:
             heapq.heappush(self._blocked, (number, self._rank))

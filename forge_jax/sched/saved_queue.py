@@ -6,15 +6,26 @@ one that a queue of this policy can be in.
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from forge_jax.config import UserError
 from forge_jax.sched.policies import Policy, Why, as_plain
 
 KEYS = (
-    "admitted", "again", "ahead", "consumed", "edges", "evicted", "finished", "head", "policy",
-    "running", "version",
+    "admitted", "again", "ahead", "change", "consumed", "edges", "evicted", "finished", "head",
+    "policy", "running", "version",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Of one window, or several, to another, while items of all of them are in the queue."""
+
+    window: int  # the narrowest W
+    places: int  # the largest N
+    items: int  # the largest bound of the lag, in items
+    until: int  # the last number that was admitted under another window
 
 
 def check_state(state: Mapping[str, Any], policy: Policy) -> None:
@@ -55,11 +66,17 @@ def _check_numbers(state: Mapping[str, Any], need: Any) -> None:
     gone, consumed = sum(state["evicted"].values()), state["consumed"]
     ended = head + len(ahead)
     need(consumed + gone == ended, f"{consumed=} and {gone} given up are not {ended}")
-    window = state["policy"].get("window")
+    window, most = (state["policy"].get(name) for name in ("window", "in_flight"))
+    if (change := state["change"]) is not None:
+        whole = isinstance(change, dict) and sorted(change) == sorted(
+            f.name for f in fields(Change)
+        )
+        need(whole and all(type(x) is int for x in change.values()), f"{change=} must be integers")
+        need(head <= change["until"] < admitted, f"{change=} must end in [{head}, {admitted})")
+        window, most = None, change["places"]  # what an earlier window had let in may be far ahead
     reach = math.inf if window is None else head + window
     need(all(n <= reach for n in ahead), f"{ahead=} is not within the window of {head=}")
-    most = state["policy"].get("in_flight", math.inf)
-    need(len(places) <= most, f"{len(places)} items are in flight")
+    need(most is None or len(places) <= most, f"{len(places)} items are in flight")
     for number, before, version in places:
         fine = 0 <= before <= consumed and 0 <= version <= state["version"]
         need(fine, f"item {number} was admitted at count {before}, version {version}")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forge_jax.sched.fleet import Played
 from forge_jax.sched.latency import Items
+from forge_jax.sched.played import Played
 
 START = 0.2  # share of the consumed items that is the start of a run
 STRETCHES = 20  # of a run, over which a skew that comes and goes is measured

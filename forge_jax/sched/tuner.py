@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from forge_jax.config import UserError, check
-from forge_jax.sched.fleet import TrainerConfig, play
+from forge_jax.sched.fleet import play
 from forge_jax.sched.instances import FleetConfig
 from forge_jax.sched.lanes import LaneConfig, Lanes
 from forge_jax.sched.latency import Items
+from forge_jax.sched.played import TrainerConfig
 from forge_jax.sched.policies import Window, budget_window
 from forge_jax.sched.queue import Deadline
 from forge_jax.sched.skew import Report, report
@@ -75,12 +76,13 @@ def tune(
     cfg: TuneConfig,
     fleet: FleetConfig | None = None,
     deadline: Deadline | None = None,
+    current: tuple[int, int] | None = None,
 ) -> Tuned:
     """The N and W of the fastest window that keeps both budgets.
 
     Every pair is simulated on the same draws from `measured`, on one instance without a limit where
-    there is no `fleet`. Raises UserError where no window
-    keeps the lag budget, or none the skew budget.
+    there is no `fleet`; `current` sizes stay where nothing is better. Raises UserError where no
+    window keeps the lag budget, or none the skew budget.
     """
     most = cfg.updates * batch
     if cfg.most is not None:
@@ -97,8 +99,10 @@ def tune(
         done = play(drawn, lanes, own, fleet or FleetConfig(), trainer, seed=cfg.seed)
         return Tried(in_flight=in_flight, window=window, report=report(drawn, done))
 
-    pairs = [(n, w) for n in places for w in widths(n, batch, cfg.updates)]
-    return pick([attempt(n, w) for n, w in pairs], batch, cfg)
+    pairs = {(n, w): None for n in places for w in widths(n, batch, cfg.updates)}
+    if current is not None and sum(current) <= cfg.updates * batch:
+        pairs[current] = None
+    return pick([attempt(n, w) for n, w in pairs], batch, cfg, current)
 
 
 def widths(in_flight: int, batch: int, updates: int) -> list[int]:
@@ -107,8 +111,11 @@ def widths(in_flight: int, batch: int, updates: int) -> list[int]:
     return sorted({min(int(share * in_flight), widest) for share in SHARES} | {widest})
 
 
-def pick(tried: Sequence[Tried], batch: int, cfg: TuneConfig) -> Tuned:
-    """The fastest of `tried` within the skew budget; of those as good, that of the least lag."""
+def pick(
+    tried: Sequence[Tried], batch: int, cfg: TuneConfig, current: tuple[int, int] | None = None
+) -> Tuned:
+    """The fastest of `tried` within the skew budget; of those as good, the current N and W if they
+    are among them, else those of the least lag."""
     kept = [one for one in tried if one.skew <= cfg.skew]
     if not kept:
         least = min(tried, key=lambda one: one.skew)
@@ -116,12 +123,14 @@ def pick(tried: Sequence[Tried], batch: int, cfg: TuneConfig) -> Tuned:
     best = max(kept, key=lambda one: one.report.items_per_second)
     enough = (1 - CLOSE) * best.report.items_per_second
     good = [one for one in kept if one.report.items_per_second >= enough]
-    chosen = min(good, key=lambda one: (one.in_flight + one.window, one.in_flight))
+    same = [one for one in good if (one.in_flight, one.window) == current]
+    chosen = min(same or good, key=lambda one: (one.in_flight + one.window, one.in_flight))
+    rule = "as it is, " if same else "the least N + W "
     reasons = [
         f"lag budget {cfg.updates} updates of {batch} items: N + W <= {cfg.updates * batch}",
         f"{len(tried) - len(kept)} of {len(tried)} pairs are past the skew budget {cfg.skew}",
         f"fastest: {_told(best)}",
-        f"picked: {_told(chosen)}, the least N + W within {CLOSE:.0%} of the fastest",
+        f"picked: {_told(chosen)}, {rule}within {CLOSE:.0%} of the fastest",
     ]
     faster = [one for one in tried if one.report.items_per_second > best.report.items_per_second]
     if faster:

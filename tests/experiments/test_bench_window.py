@@ -15,7 +15,7 @@ SMALL: dict[str, Any] = {
     "workloads": ("lognormal", "mixed"),
     "pool": None,
     "supplies": (0.8, 4.0),
-    "policies": ("fifo", "third", "greedy", "drop", "versions", "tuned", "deadline"),
+    "policies": ("fifo", "third", "greedy", "drop", "versions", "tuned", "deadline", "online"),
     "in_flight": 32,
     "batch": 4,
     "updates": 60,
@@ -23,6 +23,7 @@ SMALL: dict[str, Any] = {
     "deadline": 0.1,
     "skew": 0.9,
     "horizon": 20,
+    "every": 20,
     "instances": 2,
     "slowdown": 0.0,
     "failure_seconds": 50.0,
@@ -39,7 +40,7 @@ def test_policies_at_an_equal_lag_budget(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
     budget = (32 + 9 - 1) // 4 + 1
     rows = {(r["workload"], r["supply"], r["policy"]): r for r in found["rows"]}
-    assert len(rows) == 2 * 2 * 7
+    assert len(rows) == 2 * 2 * 8
     for (_, _, policy), row in rows.items():
         if policy != "greedy":
             assert row["updates_max"] <= budget
@@ -53,7 +54,7 @@ def test_policies_at_an_equal_lag_budget(tmp_path: Path) -> None:
         third, limited = (rows[workload, 0.8, policy] for policy in ("third", "deadline"))
         assert limited["items_per_second"] > third["items_per_second"]
         assert limited["given_up"] > 0, "which is what a deadline costs"
-    assert len(found["reasons"]) == 4
+    assert len(found["reasons"]) == 2 * 4, "of tuned and of online"
 
 
 def test_a_pool_is_a_workload(tmp_path: Path) -> None:

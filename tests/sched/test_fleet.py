@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from forge_jax.config import UserError
-from forge_jax.sched.fleet import Played, TrainerConfig, play
+from forge_jax.sched.fleet import play
 from forge_jax.sched.instances import FleetConfig
 from forge_jax.sched.lanes import LaneConfig, Lanes
 from forge_jax.sched.latency import Bimodal, Domain, Items, Light, LogNormal, Pareto, mixture
+from forge_jax.sched.played import Played, TrainerConfig
 from forge_jax.sched.policies import (
     GreedyDrop,
     Policy,

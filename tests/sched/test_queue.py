@@ -263,6 +263,9 @@ def some_state() -> dict:
         ({"running": {}}, "running"),
         ({"edges": [[1]]}, "edges"),
         ({"evicted": {"dropped": 0}}, "evicted"),
+        ({"change": 3}, "change"),
+        ({"change": {"items": 1, "places": 3, "until": 77, "window": 2}}, "must end in"),
+        ({"change": {"items": 1, "places": 1, "until": 4, "window": 2}}, "in flight"),
         ({"extra": 1}, "extra"),
     ],
 )
