@@ -112,6 +112,10 @@ class Config:
             self.reasoning in (None, *REASONING_FORMATS),
             f"reasoning={self.reasoning!r} must be one of {REASONING_FORMATS}, or null",
         )
+        self._check_engine()
+
+    def _check_engine(self) -> None:
+        """Raises ValueError where a key goes with another engine."""
         scripted = self.engine == "scripted"
         check(scripted or self.model is not None, f"model=null: engine={self.engine} needs a model")
         check(not scripted or self.script is not None, "script=null: engine=scripted needs one")

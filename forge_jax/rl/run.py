@@ -86,17 +86,9 @@ def train(
             ThreadPoolExecutor(1, "device") as device,
         ):
             run = Run(
-                cfg=cfg,
-                model=model,
-                agent=agent,
-                folder=folder,
-                pool=pool,
-                checkpoints=checkpoints,
-                reporter=reporter,
-                bars=bars,
-                device=device,
-                began=began,
-            )
+                cfg=cfg, model=model, agent=agent, folder=folder, pool=pool, bars=bars,
+                checkpoints=checkpoints, reporter=reporter, device=device, began=began,
+            )  # fmt: skip
             summary = asyncio.run(play(run, start))
             reporter.summarise(summary)
             draw_curves(folder / "curves.png", reporter.rows, summary)
