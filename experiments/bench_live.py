@@ -5,7 +5,8 @@
 
 The trace is one of the simulator's (`rollout/router/traces.py`), in small: its blocks are tokens
 drawn by their keys, its replies are sampled. Policies take turns on the same engines, which are
-given new weights in between, so that nothing is cached. A row is a policy.
+given new weights in between, so that nothing is cached. A first turn of each is not counted: in it
+its router learns what prefills and transfers take on this machine. A row is a policy.
 """
 
 import asyncio
@@ -84,16 +85,22 @@ async def measured(cfg: BenchConfig) -> dict[str, Any]:
     fetched = dict.fromkeys(cfg.policies, 0.0)
     with ExitStack() as stack:
         engines, params, token_bytes = opened(cfg, stack)
-        router = Router(engines, cfg.rollout, RouterConfig())
-        await router.warm_up()
-        serving = asyncio.create_task(router.serve())
+        all_of_them = Router(engines, cfg.rollout, RouterConfig())
+        await all_of_them.warm_up()
+        serving = asyncio.create_task(all_of_them.serve())
         try:
-            for turn in range(cfg.repeat):
-                for policy in cfg.policies:
-                    router = Router(engines, cfg.rollout, RouterConfig(policy=policy))
+            routers = {
+                policy: Router(engines, cfg.rollout, RouterConfig(policy=policy))
+                for policy in cfg.policies
+            }
+            for turn in range(cfg.repeat + 1):
+                for policy, router in routers.items():
                     await router.swap(router.version + 1, params)
-                    found[policy] += await played(cfg, router, cfg.seed + turn)
-                    fetched[policy] += router.stats()["router_tokens_fetched"]
+                    before = router.stats()["router_tokens_fetched"]
+                    calls = await played(cfg, router, cfg.seed + turn)
+                    if turn:
+                        found[policy] += calls
+                        fetched[policy] += router.stats()["router_tokens_fetched"] - before
         finally:
             serving.cancel()
             with suppress(asyncio.CancelledError):
