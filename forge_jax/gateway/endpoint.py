@@ -72,7 +72,8 @@ class Endpoint:
         sampling = self._sampling(session, ask, prompt)
         digest = request_digest(scope["path"], fields)
         self._spend(session)  # a call that can be drawn
-        retried = headers.get("x-stainless-retry-count", "0") != "0"
+        retries = headers.get("x-stainless-retry-count", "")
+        retried = retries.isdecimal() and int(retries) > 0
         attempt = session.arrive(digest, retried)
         conversation = ask.source if isinstance(ask.source, Conversation) else None
         call = Call(

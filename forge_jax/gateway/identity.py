@@ -12,6 +12,7 @@ from starlette.types import Scope
 from forge_jax.gateway.errors import ApiError
 
 MOST_NAME = 2048  # characters of a session's name: keys name sessions, and some are tokens
+VERSION = "/v1"  # of the API, with which some clients' base URLs end and which others add
 MOST_HEADERS = 64 * 2**10  # bytes of all headers of a request
 
 
@@ -21,7 +22,7 @@ def session_name(scope: Scope, headers: Mapping[str, str]) -> str | None:
     Raises ApiError(400) for a name that none may have.
     """
     name = (
-        scope["path_params"].get("session")
+        scope["path_params"].get("session", "").removesuffix(VERSION)
         or headers.get("x-forge-session")
         or api_key(headers)
         or None
@@ -38,6 +39,8 @@ def fault_of(name: str) -> str | None:
         return "is empty"
     if len(name) > MOST_NAME:
         return f"has {len(name)} characters, at most {MOST_NAME}"
+    if name.endswith(VERSION):
+        return f"ends in {VERSION}, which a path would lose"
     return None if name.isprintable() else "has characters that do not print"
 
 

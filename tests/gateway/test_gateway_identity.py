@@ -56,6 +56,21 @@ def test_the_path_beats_the_header_and_the_header_the_key() -> None:
     run(test)
 
 
+def test_a_version_that_stands_twice_in_a_path_names_no_other_session() -> None:
+    """Clients that add /v1 themselves may be given a base URL that has it."""
+
+    async def test() -> None:
+        chat = chat_of("chatml")
+        async with served(text_engine(chat, "x"), chat) as up:
+            for path in (CHAT, MESSAGES, RESPONSES):
+                assert (await up.post(f"/s/a/b/v1{path}", BODIES[path])).status_code == 200
+            assert len(await up.turns("a/b")) == 3
+            refused = await up.post(CHAT, BODIES[CHAT], **{"x-forge-session": "a/b/v1"})
+            assert "ends in /v1" in shaped(CHAT, refused)["message"]
+
+    run(test)
+
+
 def test_nothing_of_a_session_is_read_by_another() -> None:
     async def test() -> None:
         chat = chat_of("chatml")

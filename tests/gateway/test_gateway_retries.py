@@ -66,6 +66,19 @@ def test_a_marked_retry_replaces_an_answer_that_never_arrived() -> None:
     run(test)
 
 
+def test_what_counts_no_retries_marks_none() -> None:
+    async def test() -> None:
+        chat = chat_of("chatml")
+        async with served(text_engine(chat, "x"), chat) as up:
+            up.gateway.open("s", seed=3)
+            for count in ("", "0", "00", "-1", "x"):
+                headers = {"x-stainless-retry-count": count}
+                assert (await up.post(f"/s/s{PATH}", BODY, **headers)).status_code == 200
+            assert {turn.finish for turn in up.gateway.close("s")} == {Finish.STOP}
+
+    run(test)
+
+
 def test_retries_of_the_official_client_are_one_sample() -> None:
     async def test() -> None:
         chat = chat_of("chatml")
