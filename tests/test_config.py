@@ -43,6 +43,9 @@ def test_mappings_become_frozen_records() -> None:
         ({"steps": None}, "steps=None must be int"),
         ({"resume": 3}, "resume=3 must be str"),
         ({"sched": {"window": 1.5}}, "sched.window=1.5 must be int"),
+        ({"sched": {"lag_updates": 1}}, "lag_updates=1 is too few for in_flight=16 and batch=8"),
+        ({"sched": {"head_seconds": 0.0}}, "head_seconds=0.0 must be a number > 0"),
+        ({"sched": {"requeue": True}}, "requeue=True needs head_seconds"),
         ({"warm": {"optim": {"learning_rate": 0}}}, "warm.optim: learning_rate=0.0 must be > 0"),
     ],
 )

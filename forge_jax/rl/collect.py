@@ -1,23 +1,27 @@
 """Fills the generation queue and hands out what the window allows.
 
-Tasks go in by number, groups of episodes come out, each number exactly once. A group
-counts as finished only when the pool holds it durably, so a killed run loses work,
-never an item. While the pool's store is away, groups wait for it in their places: nothing
-new is admitted. Everything here runs on one event loop; the window itself is sans-IO.
+Tasks go in by number, groups of episodes come out, each number exactly once; a head that holds
+the others up past its deadline is cancelled instead, counted, and its place goes to another. A
+group counts as finished only when the pool holds it durably, so a killed run loses work, never an
+item. While the pool's store is away, groups wait for it in their places: nothing new is admitted,
+and no deadline ends one. Everything here runs on one event loop; the window itself is sans-IO.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from forge_jax.agents.sources import TaskSource
 from forge_jax.config import UserError
 from forge_jax.sched.answers import StoreRefused, StoreUnavailable
 from forge_jax.sched.codec import CorruptObject
+from forge_jax.sched.policies import Why
 from forge_jax.sched.pool import Pool
 from forge_jax.sched.queue import Queue
 from forge_jax.types import Episode, Task
@@ -27,6 +31,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Group = tuple[Episode, ...]
 FIRST_WAIT, LONGEST_WAIT = 0.25, 15.0  # seconds between two tries at a store that is away
+LEAST_WAIT = 0.05  # seconds between two looks at a head that is overdue
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +66,8 @@ class Collector:
         self.pool_retries = 0  # calls of the pool that were made again
         self._tasks: dict[int, Task] = {}  # of admitted, unconsumed numbers
         self._stored: set[int] = set()  # numbers whose episodes the pool already holds
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._away = 0  # calls that wait for the pool's store
         self._changed = asyncio.Event()
 
     def fill(self, workers: asyncio.TaskGroup) -> None:
@@ -83,10 +89,10 @@ class Collector:
         """
         taken: list[Taken] = []
         while len(taken) < size:
+            self._evict(workers)
             number = self._window.take()
             if number is None:
-                self._changed.clear()
-                await self._changed.wait()
+                await self._change()
                 continue
             lag, updates = self._window.last_lag, self._window.last_updates
             del self._tasks[number]
@@ -95,6 +101,33 @@ class Collector:
             episodes = await self._durably(functools.partial(self._read, number))
             taken.append(Taken(number=number, lag=lag, updates=updates, episodes=episodes))
         return taken
+
+    def given_up(self) -> Mapping[Why, int]:
+        """How many items were given up so far, by the reason."""
+        return dict(self._window.evicted)
+
+    def _evict(self, workers: asyncio.TaskGroup) -> None:
+        """Gives up the heads that are overdue, and fills their places."""
+        if self._away:
+            return
+        for gone in self._window.evict(time.monotonic()):
+            logger.warning("item %d has held the queue up: %s", gone.number, gone.why)
+            task = self._tasks.pop(gone.number)
+            if gone.number in self._running:
+                self._running[gone.number].cancel()
+            if gone.again is not None:
+                self._tasks[gone.again] = task
+                self._start(gone.again, workers)
+            self.fill(workers)
+
+    async def _change(self) -> None:
+        """Returns when an item has finished, or the head may be overdue."""
+        self._changed.clear()
+        due = self._window.due
+        seconds = None if due == math.inf else max(due - time.monotonic(), LEAST_WAIT)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
 
     def _read(self, number: int) -> Group:
         try:
@@ -108,8 +141,8 @@ class Collector:
             self._finish(number)
         else:
             run = workers.create_task(self._run(number, self._tasks[number]))
-            self._running.add(run)
-            run.add_done_callback(self._running.discard)
+            self._running[number] = run
+            run.add_done_callback(lambda _: self._running.pop(number))
 
     def updated(self) -> None:
         """An update is complete, and what is sampled from now on has its weights."""
@@ -117,7 +150,7 @@ class Collector:
 
     def cancel(self) -> None:
         """Ends everything in flight; its items stay unconsumed."""
-        for run in self._running:
+        for run in self._running.values():
             run.cancel()
 
     async def _run(self, number: int, task: Task) -> None:
@@ -128,20 +161,25 @@ class Collector:
     async def _durably(self, call: Callable[[], T]) -> T:
         """What a call of the pool gives, made again while the store is away. Raises UserError at
         once where the store refuses."""
-        began, wait = time.monotonic(), FIRST_WAIT
-        while True:
-            try:
-                return await asyncio.to_thread(call)
-            except StoreRefused as error:  # which waiting does not mend
-                raise UserError(f"pool={self._pool.location}: {error}") from error
-            except StoreUnavailable as error:
-                away = time.monotonic() - began
-                if away + wait > self._patience:
-                    raise
-                logger.warning("the pool is away for %.0f s: %s", away, error)
-                self.pool_retries += 1
-                await asyncio.sleep(wait)
-                wait = min(2 * wait, LONGEST_WAIT)
+        began, wait, away = time.monotonic(), FIRST_WAIT, False
+        try:
+            while True:
+                try:
+                    return await asyncio.to_thread(call)
+                except StoreRefused as error:  # which waiting does not mend
+                    raise UserError(f"pool={self._pool.location}: {error}") from error
+                except StoreUnavailable as error:
+                    seconds = time.monotonic() - began
+                    if seconds + wait > self._patience:
+                        raise
+                    logger.warning("the pool is away for %.0f s: %s", seconds, error)
+                    self.pool_retries += 1
+                    self._away += not away
+                    away = True
+                    await asyncio.sleep(wait)
+                    wait = min(2 * wait, LONGEST_WAIT)
+        finally:
+            self._away -= away
 
     def _finish(self, number: int) -> None:
         self._window.finish(number)

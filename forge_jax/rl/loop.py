@@ -104,6 +104,7 @@ async def reinforce(
             row |= drafts_row(before, engine.stats())
             row |= trained | {"seconds_collect": collected - began}
             row["pool_retries"] = collector.pool_retries
+            row |= {f"items_{why}": count for why, count in collector.given_up().items()}
             row["seconds_update"] = time.monotonic() - collected
             record = Step(state=state, cursors=collector.state(), batch=batch, row=row)
             await loop.run_in_executor(device, on_step, record)

@@ -38,9 +38,9 @@ from forge_jax.rl.serving import Serving, engine_elsewhere, serving
 from forge_jax.rl.start import Start, beginning, prepared, step_config
 from forge_jax.rl.state import TrainState
 from forge_jax.rollout.fitting import check_model, over_places
-from forge_jax.sched.policies import Window
+from forge_jax.sched.policies import Window, budget_window
 from forge_jax.sched.pool import Pool
-from forge_jax.sched.queue import Queue
+from forge_jax.sched.queue import Deadline, Queue
 from forge_jax.sched.split import forest_of
 
 
@@ -248,8 +248,15 @@ def new_collector(run: Run, up: Serving) -> Collector:
 
 def new_queue(sched: SchedConfig) -> Queue:
     """The generation queue of a run, empty."""
-    policy = Window(in_flight=sched.places, window=sched.window)
-    return Queue(policy, batch=sched.batch)
+    window = sched.window
+    if sched.lag_updates is not None:
+        widest = budget_window(sched.places, sched.batch, sched.lag_updates)
+        window = widest if window is None else min(window, widest)
+    deadline = None
+    if sched.head_seconds is not None:
+        deadline = Deadline(seconds=sched.head_seconds, requeue=sched.requeue)
+    policy = Window(in_flight=sched.places, window=window)
+    return Queue(policy, batch=sched.batch, deadline=deadline)
 
 
 def summary_of(run: Run, keeper: Keeper, after: Evaluation) -> dict[str, Any]:

@@ -1,0 +1,137 @@
+"""A head that hangs costs its deadline once, not the run; and it is counted."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from small_policy import make_turn
+
+from forge_jax.agents.sources import TaskSource
+from forge_jax.config import SchedConfig
+from forge_jax.rl import collect
+from forge_jax.rl.collect import Collector, Group, Taken
+from forge_jax.rl.run import new_queue
+from forge_jax.sched.answers import StoreUnavailable
+from forge_jax.sched.policies import Why
+from forge_jax.sched.pool import Pool
+from forge_jax.types import Episode, Outcome, Status, Task
+
+SECONDS = 0.1
+
+
+class Players:
+    """Play at once, but tasks that come as the `hangs` first plays, which never end."""
+
+    def __init__(self, hangs: int):
+        self.left = hangs
+        self.played: list[tuple[int, Task]] = []
+        self.cancelled: list[int] = []
+
+    async def play(self, number: int, task: Task) -> Group:
+        self.played.append((number, task))
+        try:
+            if self.left:
+                self.left -= 1
+                await asyncio.Event().wait()
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self.cancelled.append(number)
+            raise
+        outcome = Outcome(status=Status.COMPLETED, reward=1.0)
+        turns = (make_turn([number], [1], [0]),)
+        return (Episode(item=number, replica=0, task=task, outcome=outcome, turns=turns),)
+
+
+def collector(folder: Path, players: Players, sched: SchedConfig) -> Collector:
+    return Collector(
+        window=new_queue(sched),
+        pool=Pool.open(str(folder)),
+        source=TaskSource(("hop",), seed=0, split="train"),
+        play=players.play,
+        patience=60.0,
+    )
+
+
+async def taken(
+    one: Collector, batches: int, size: int, refill: bool, players: Players | None = None
+) -> list[Taken]:
+    """What is consumed; by the end of the first batch `players` have ended what hung."""
+    found: list[Taken] = []
+    async with asyncio.timeout(20), asyncio.TaskGroup() as workers:
+        one.resume(workers)
+        for _ in range(batches):
+            one.fill(workers)
+            found += await one.take(size, workers, refill)
+            if players is not None:
+                assert players.cancelled == [0, 1]
+                players = None
+        one.cancel()
+    return found
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_a_head_that_hangs_expires(tmp_path: Path, synchronous: bool) -> None:
+    places = 4 if synchronous else 6
+    sched = SchedConfig(
+        batch=4, in_flight=places, window=2, head_seconds=SECONDS, synchronous=synchronous
+    )
+    players = Players(hangs=2)
+    one = collector(tmp_path, players, sched)
+    found = asyncio.run(taken(one, 3, 4, not synchronous, players))
+    assert {item.number for item in found} == set(range(2, 14))  # 0 and 1 are nobody's
+    assert one.given_up() == {Why.EXPIRED: 2, Why.REQUEUED: 0, Why.DROPPED: 0}
+    assert not {0, 1} & set(Pool.open(str(tmp_path)).items())
+
+
+def test_a_head_that_hangs_once_is_played_again_as_another(tmp_path: Path) -> None:
+    sched = SchedConfig(batch=1, in_flight=3, window=1, head_seconds=SECONDS, requeue=True)
+    players = Players(hangs=1)
+    one = collector(tmp_path, players, sched)
+    found = asyncio.run(taken(one, 8, 1, refill=True))
+    [again] = [n for n, task in players.played[1:] if task == players.played[0][1]]
+    assert 0 not in {item.number for item in found}
+    assert again in {item.number for item in found}
+    assert one.given_up() == {Why.EXPIRED: 0, Why.REQUEUED: 1, Why.DROPPED: 0}
+
+
+def test_a_task_that_hangs_again_expires_and_a_resume_knows_what_is_gone(tmp_path: Path) -> None:
+    sched = SchedConfig(batch=1, in_flight=1, window=0, head_seconds=SECONDS, requeue=True)
+    one = collector(tmp_path, Players(hangs=2), sched)
+    found = asyncio.run(taken(one, 1, 1, refill=False))
+    assert [item.number for item in found] == [2]
+    assert one.given_up() == {Why.EXPIRED: 1, Why.REQUEUED: 1, Why.DROPPED: 0}
+    other = collector(tmp_path, Players(hangs=0), sched)
+    other.restore(one.state(), version=0)
+    assert other.given_up() == one.given_up()
+    assert [item.number for item in asyncio.run(taken(other, 2, 1, refill=False))] == [3, 4]
+
+
+def test_no_deadline_ends_a_group_that_waits_for_the_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collect, "FIRST_WAIT", 3 * SECONDS)
+    one = collector(
+        tmp_path, Players(hangs=0), SchedConfig(batch=1, window=0, head_seconds=SECONDS)
+    )
+    put, tries = one._pool.put, [StoreUnavailable("away")]
+
+    def troubled(item: int, episodes: Group) -> bool:
+        if tries:
+            raise tries.pop()
+        return put(item, episodes)
+
+    monkeypatch.setattr(one._pool, "put", troubled)
+    found = asyncio.run(taken(one, 2, 1, refill=True))
+    assert len(found) == 2
+    assert sum(one.given_up().values()) == 0
+    assert one.pool_retries == 1
+
+
+@pytest.mark.parametrize(("window", "bound"), [(None, 23), (8, 23), (4, 19)])
+def test_a_window_is_narrowed_to_keep_a_lag(window: int | None, bound: int) -> None:
+    """N + W - 1 < 3 updates of 8 items; it is 16 + 8 - 1."""
+    sched = SchedConfig(batch=8, in_flight=16, window=window, lag_updates=3)
+    queue = new_queue(sched)
+    assert queue.lag_bound == bound
+    assert queue.bounds is not None
+    assert queue.bounds.updates <= 3
