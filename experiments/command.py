@@ -2,14 +2,16 @@
 
 A Hydra config goes in; progress goes to stderr, and the last line of stdout is one
 JSON object: what `main` returns, unless it returns None, having printed its own. Exit
-status: 0 done, 2 the caller's mistake, 1 a fault, 130 an interrupt (Ctrl-C).
+status: 0 done, 2 the caller's mistake, 1 a fault, 130 an interrupt (Ctrl-C or SIGTERM).
 """
 
 import functools
 import json
 import os
 import re
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -60,12 +62,31 @@ def command(
             # Hydra then raises instead of printing a trace and exiting with 1 itself.
             os.environ["HYDRA_FULL_ERROR"] = "1"
             sys.argv[1:] = [_wrapped(argument, plain, texts) for argument in sys.argv[1:]]
-            with complaining():
+            with complaining(), terminable():
                 entry()
 
         return run
 
     return decorate
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM is an interrupt inside, as Ctrl-C is: whatever runs is ended and cleared away."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are not ours to handle
+        return
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # begun in the background
+        raise KeyboardInterrupt
+    signal.raise_signal(signal.SIGINT)  # an event loop handles that by cancelling its task
 
 
 @contextmanager

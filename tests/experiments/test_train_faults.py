@@ -43,13 +43,15 @@ def test_a_mistake_is_one_line_and_status_2(tmp_path: Path, override: str, messa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["warm start", "RL"])
-def test_an_interrupt_says_how_to_go_on(tmp_path: Path, phase: str) -> None:
+@pytest.mark.parametrize(
+    ("phase", "number"), [("warm start", signal.SIGINT), ("RL", signal.SIGTERM)]
+)
+def test_an_interrupt_says_how_to_go_on(tmp_path: Path, phase: str, number: int) -> None:
     folder = tmp_path / "run"
     endless = ("steps=1000",) if phase == "RL" else ("warm.steps=1000000",)
     run = start(*TINY, *endless, f"hydra.run.dir={folder}")
     wait_for(run, lambda: bool(rows(folder)) if phase == "RL" else (folder / "warm").exists())
-    run.send_signal(signal.SIGINT)
+    run.send_signal(number)
     out, err = run.communicate(timeout=120)
     assert (run.returncode, out) == (130, "")
     assert err.endswith(f"interrupted\nto go on: python -m experiments.train resume={folder}\n")
