@@ -86,9 +86,10 @@ COMPLETIONS = (
 )  # fmt: skip
 RESPONSES = (
     record(
-        {"input": {"anyOf": [TEXT, several(OBJECT, most=MOST_MESSAGES)]}},
+        {},
         {
-            **DRAWN, "instructions": TEXT, "previous_response_id": TEXT, "tools": several(OBJECT),
+            **DRAWN, "input": {"anyOf": [TEXT, several(OBJECT, most=MOST_MESSAGES)]},
+            "instructions": TEXT, "previous_response_id": TEXT, "tools": several(OBJECT),
             "max_output_tokens": LIMIT, "store": FLAG, "text": OBJECT, "metadata": OBJECT,
             "parallel_tool_calls": FLAG, "top_logprobs": TOP, "include": several(ANY),
         },

@@ -16,6 +16,7 @@ from experiments.smollm2 import fetch
 from forge_jax.config import RolloutConfig, UserError
 from forge_jax.gateway.gateway import Gateway
 from forge_jax.rollout.engine import RolloutEngine
+from forge_jax.types import Turn
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -36,10 +37,19 @@ class Served:
 
     def __init__(self, gateway: Gateway, engine: Counted, url: str):
         self.gateway, self.engine, self.url = gateway, engine, url
+        self._loop = asyncio.get_running_loop()  # the gateway's, to which sessions belong
+
+    def close(self, session: str) -> tuple[Turn, ...]:
+        """Ends a session; its turns."""
+
+        async def closed() -> tuple[Turn, ...]:
+            return self.gateway.close(session)
+
+        return asyncio.run_coroutine_threadsafe(closed(), self._loop).result()
 
     def checked(self, session: str) -> None:
         """The record of a session of one call, which is closed."""
-        turns = self.gateway.close(session)
+        turns = self.close(session)
         drawn, self.engine.drawn = self.engine.drawn, []
         assert broken(turns, drawn) == []
         told = account(turns)
@@ -105,7 +115,7 @@ def test_chat_completions(up: Served) -> None:
     assert len(pieces) > 1
     assert "".join(pieces) == said
     assert "Paris" in said
-    up.gateway.close("chat")
+    up.close("chat")
     up.engine.drawn.clear()
     with openai(up, "call") as client:
         tools = [{"type": "function", "function": {**FUNCTION, "strict": True}}]

@@ -240,7 +240,7 @@ def test_merges_agree_at_length(forget: int, tmp_path: Path) -> None:
         # Of one sign, or the loss is a small rest of large terms, with few digits to compare.
         dataclasses.replace(sample, advantage=np.abs(sample.advantage))
         for sample in agentic(
-            0, 8192, rollouts=4, turns=8, system=256, observation=24, action=16, forget=forget
+            0, 8192, rollouts=3, turns=6, system=192, observation=24, action=16, forget=forget
         )
     ]
     cfg = ReplayConfig(workload=str(save(tmp_path / "w.npz", samples)), model="bench-10m", steps=1)

@@ -27,6 +27,14 @@ CHECKS = [
     checks.content_type_conformance,
     checks.response_schema_conformance,
 ]
+USER = [{"role": "user", "content": "hi"}]
+ANSWERED = {
+    "/v1/chat/completions": {"messages": USER},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/messages": {"messages": USER, "max_tokens": 9},
+    "/v1/messages/count_tokens": {"messages": USER},
+    "/v1/responses": {"input": "hi"},
+}
 REPLY = [*b'<tool_call>{"name": "f", "arguments": {}}</tool_call>x', 258]
 
 
@@ -93,12 +101,20 @@ def test_what_is_drawn_from_it_is_answered_as_it_says(
     )
     def run(case: schemathesis.Case) -> None:
         answer = case.call(base_url=url, headers={"authorization": f"Bearer {ADMIN}"}, timeout=30)
-        case.validate_response(answer, checks=[*CHECKS, *refusing])
+        # 413 refuses, too: a body of too many messages can be too large before they are counted.
+        rest = refusing if answer.status_code != 413 else []
+        case.validate_response(answer, checks=[*CHECKS, *rest])
         sent.append(answer.status_code)
 
     run()
     assert sent
-    if path.startswith("/v1/") and method == "post" and mode is GenerationMode.POSITIVE:
-        assert 200 in sent  # some of what the document allows is answered
     # Every call that began has ended.
     assert "forge_calls_running 0" in requests.get(f"{url}/metrics", timeout=30).text
+
+
+@pytest.mark.parametrize("path", ANSWERED)
+def test_an_answer_has_the_shape_that_is_told(path: str, up: tuple[Gateway, str]) -> None:
+    case = SCHEMA[path]["post"].Case(body=ANSWERED[path], media_type="application/json")
+    answer = case.call(base_url=up[1], timeout=30)
+    assert answer.status_code == 200
+    case.validate_response(answer, checks=CHECKS)

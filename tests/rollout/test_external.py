@@ -81,7 +81,7 @@ def test_what_comes_over_the_wire_is_what_the_engine_samples(kind: str) -> None:
                 told, want = await complete(external, request), await complete(behind, request)
                 assert told.ids == want.ids
                 assert (told.finish, told.stop_text) == (want.finish, want.stop_text)
-                np.testing.assert_allclose(told.logprobs, want.logprobs, atol=1e-6)
+                np.testing.assert_allclose(told.logprobs, want.logprobs, atol=1e-5)
 
     asyncio.run(run())
 
@@ -99,7 +99,7 @@ def test_likeliest_tokens_and_supports(kind: str) -> None:
                 got, right = (
                     np.concatenate([getattr(c, name) for c in chunks]) for chunks in (told, want)
                 )
-                np.testing.assert_allclose(got, right, atol=1e-6)
+                np.testing.assert_allclose(got, right, atol=1e-5)
             support = told[0].support
             assert support is not None
             assert set(support.kind) == {OPEN}
