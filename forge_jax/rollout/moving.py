@@ -89,15 +89,22 @@ def ingest(
 
 
 def carried(data: Array, where: Sharding) -> Array:
-    """`data` as `where` cuts it, over heads alone, as it was cut before on whatever devices.
+    """`data` as `where` cuts it, over heads alone, as it was cut before on whatever devices; any
+    thread may do it.
 
-    Parts are copied from device to device; none passes through the host, and nothing is run that
-    several devices would have to run together, so that any thread may do it. (`jax.device_put`
-    copies by way of the host where two meshes cut differently.) Devices that are the host itself
-    are the exception: there a copy between two of them waits behind whatever both compute.
+    By way of the host where devices are the host itself: a copy between two of these waits behind
+    whatever both compute.
     """
     if jax.default_backend() == "cpu":
         return jax.device_put(np.asarray(data), where)
+    return copied(data, where)
+
+
+def copied(data: Array, where: Sharding) -> Array:
+    """As `carried`, from device to device: nothing passes through the host, and nothing is run
+    that several devices would have to run together. (`jax.device_put` copies by way of the host
+    where two meshes cut differently.)
+    """
     size = data.shape[HEADS]
     pieces = {shard.index[HEADS].indices(size)[:2]: shard.data for shard in data.addressable_shards}
     parts = []

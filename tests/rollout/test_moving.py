@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, Sharding
 
-from forge_jax.rollout.moving import MOVED, Parcel, carried, chunks
+from forge_jax.rollout.moving import MOVED, Parcel, carried, chunks, copied
 from forge_jax.rollout.packets import SCRATCH
 from forge_jax.rollout.tiers.payload import Page, pages_of, parts_of
 from forge_jax.sharding import automatic, make_mesh
@@ -27,9 +27,10 @@ def test_pages_are_the_same_on_another_mesh(axes: tuple[int, int]) -> None:
     here = jax.device_put(data, cut(CUTS[axes[0]], 0))
     for first in (0, 4):
         where = cut(CUTS[axes[1]], first)
-        found = carried(here, where)
-        assert found.sharding == where
-        np.testing.assert_array_equal(np.asarray(found), data)
+        for move in (carried, copied):
+            found = move(here, where)
+            assert found.sharding == where
+            np.testing.assert_array_equal(np.asarray(found), data)
 
 
 @pytest.mark.parametrize("count", [1, MOVED, MOVED + 1])
