@@ -156,11 +156,12 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One task to solve: everything else about it follows from its family and seed."""
+    """One task to solve: everything else about it follows from its family, level and seed."""
 
     family: str  # "hop"
     seed: int
     split: str = "train"  # "train" | "eval": seeds of the two never meet
+    level: int = 0  # of difficulty, where the family offers several; 0 is its own mixture
 
 
 class Status(enum.StrEnum):
