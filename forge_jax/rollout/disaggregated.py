@@ -24,9 +24,9 @@ from forge_jax.types import Chunk, Finish, Request, Sampling
 
 
 def decoding(rollout: RolloutConfig) -> RolloutConfig:
-    """Of an engine that decodes: a prefill call there has the rest of a prompt, less than a page,
+    """Of an engine that decodes: a prefill call there has the rest of a prompt, a page at most,
     and every stream waits for it."""
-    return dataclasses.replace(rollout, chunk=min(rollout.chunk, 4 * rollout.page))
+    return dataclasses.replace(rollout, chunk=rollout.page)
 
 
 class DisaggregatedEngine:
