@@ -1,6 +1,5 @@
 """Frozen, validated configurations; `load` builds them from mappings."""
 
-import math
 from dataclasses import dataclass, field
 
 from forge_jax.drawing import COLDEST, HOTTEST
@@ -20,58 +19,11 @@ from forge_jax.rolling import UPDATES as UPDATES
 from forge_jax.rolling import ExternalConfig as ExternalConfig
 from forge_jax.rolling import RolloutConfig as RolloutConfig
 from forge_jax.rolling import check_engine as check_engine
+from forge_jax.scheduling import SchedConfig as SchedConfig
+from forge_jax.scheduling import TuningConfig as TuningConfig
 from forge_jax.tool_servers import ToolsConfig as ToolsConfig
 
 REMAT = ("none", "block", "attention", "offload")  # see `forge_jax.models.remat`
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedConfig:
-    """What the generation queue holds and in which order it is consumed."""
-
-    group: int = 8  # G: episodes of one task
-    batch: int = 8  # P: groups consumed a step
-    in_flight: int | None = None  # N: groups in flight or finished but unconsumed; see `places`
-    window: int | None = 8  # W: how far past the head may be consumed; null is greedy
-    lag_updates: int | None = None  # updates of lag that W is narrowed to keep, by its bound
-    head_seconds: float | None = None  # that an unfinished group may hold the head; null: for ever
-    requeue: bool = False  # True: the first time it goes to the end of the queue, as a new group
-    synchronous: bool = False  # True: a step's groups are all sampled by the newest weights
-    episode_seconds: float = 60.0  # an episode that takes longer has timed out
-    pool_seconds: float = 600.0  # that the pool's store may be away before the run ends
-
-    def __post_init__(self) -> None:
-        check(self.group >= 2, f"group={self.group} must be at least 2 (the baseline is siblings)")
-        check(self.batch >= 1, f"batch={self.batch} must be at least 1")
-        check(self.places >= self.batch, f"in_flight={self.in_flight} < batch={self.batch}")
-        check(self.window is None or self.window >= 0, f"window={self.window} must be >= 0")
-        lag = self.lag_updates
-        check(lag is None or lag >= 1, f"lag_updates={lag} must be at least 1")
-        check(
-            lag is None or self.places <= lag * self.batch,
-            f"lag_updates={lag} is too few for in_flight={self.places} and batch={self.batch}: "
-            "no window, not even 0, keeps it",
-        )
-        head = self.head_seconds
-        check(head is None or 0 < head < math.inf, f"head_seconds={head} must be a number > 0")
-        check(
-            not self.requeue or head is not None,
-            f"requeue={self.requeue} needs head_seconds: without it no group is requeued",
-        )
-        check(
-            not self.synchronous or self.places == self.batch,
-            f"in_flight={self.in_flight} must be batch={self.batch} where synchronous=True: "
-            "what is left over would be of older weights",
-        )
-        check(self.episode_seconds > 0, f"episode_seconds={self.episode_seconds} must be > 0")
-        check(self.pool_seconds >= 0, f"pool_seconds={self.pool_seconds} must be >= 0")
-
-    @property
-    def places(self) -> int:
-        """N; where `in_flight` is null one batch if synchronous, else two."""
-        if self.in_flight is not None:
-            return self.in_flight
-        return self.batch if self.synchronous else 2 * self.batch
 
 
 @dataclass(frozen=True, kw_only=True)

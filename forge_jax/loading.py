@@ -44,8 +44,13 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
-        hint = next(a for a in args if a is not type(None))
-        return _convert(hint, value, path)
+        kinds = [a for a in args if a is not type(None)]
+        if type(value) in kinds:
+            return value
+        if len(kinds) > 1:
+            names = ", ".join(kind.__name__ for kind in kinds)
+            raise UserError(f"{path}={value!r} must be one of {names}")
+        return _convert(kinds[0], value, path)
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
         return load(typing.cast(type, hint), value, f"{path}.")
     if origin is tuple and isinstance(value, list | tuple):

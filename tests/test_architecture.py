@@ -15,10 +15,13 @@ MAY_IMPORT = {
     "loading": set(),
     "parts": {"loading"},
     "rolling": {"loading"},
+    "scheduling": {"loading"},
     "programs": {"loading"},
     "tool_servers": {"loading", "programs"},
     "stores": set(),
-    "config": {"drawing", "loading", "parts", "rolling", "programs", "tool_servers"},
+    "config": {
+        "drawing", "loading", "parts", "rolling", "scheduling", "programs", "tool_servers",
+    },
     "trees": set(),
     "sharding": {"config", "trees"},
     "collectives": set(),
@@ -37,8 +40,8 @@ MAY_IMPORT = {
     },
 }  # fmt: skip
 JAX_FREE = {
-    "drawing", "lineage", "types", "loading", "parts", "rolling", "programs", "tool_servers",
-    "config", "stores", "gateway", "agents", "sched",
+    "drawing", "lineage", "types", "loading", "parts", "rolling", "scheduling", "programs",
+    "tool_servers", "config", "stores", "gateway", "agents", "sched",
 }  # fmt: skip
 
 

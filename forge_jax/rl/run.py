@@ -21,7 +21,7 @@ from rich.progress import Progress
 from forge_jax.agents.families import agent_of
 from forge_jax.agents.protocol import Agent
 from forge_jax.agents.sources import TaskSource
-from forge_jax.config import RolloutConfig, SchedConfig, TrainConfig, UserError
+from forge_jax.config import RolloutConfig, TrainConfig, UserError
 from forge_jax.models.hf_lora import export_adapter
 from forge_jax.models.load import LoadedModel
 from forge_jax.models.lora import merge, tuned
@@ -33,14 +33,13 @@ from forge_jax.rl.measure import Totals, mean
 from forge_jax.rl.play import Player
 from forge_jax.rl.plots import draw_curves, draw_forest
 from forge_jax.rl.pool import pool_of
+from forge_jax.rl.queueing import new_queue
 from forge_jax.rl.report import Reporter, progress, write_whole
 from forge_jax.rl.serving import Serving, engine_elsewhere, serving
 from forge_jax.rl.start import Start, beginning, prepared, step_config
 from forge_jax.rl.state import TrainState
 from forge_jax.rollout.fitting import check_model, over_places
-from forge_jax.sched.policies import Window, budget_window
 from forge_jax.sched.pool import Pool
-from forge_jax.sched.queue import Deadline, Queue
 from forge_jax.sched.split import forest_of
 
 
@@ -244,19 +243,6 @@ def new_collector(run: Run, up: Serving) -> Collector:
         play=lambda number, task: one.group(number, task, sched.group),
         patience=sched.pool_seconds,
     )
-
-
-def new_queue(sched: SchedConfig) -> Queue:
-    """The generation queue of a run, empty."""
-    window = sched.window
-    if sched.lag_updates is not None:
-        widest = budget_window(sched.places, sched.batch, sched.lag_updates)
-        window = widest if window is None else min(window, widest)
-    deadline = None
-    if sched.head_seconds is not None:
-        deadline = Deadline(seconds=sched.head_seconds, requeue=sched.requeue)
-    policy = Window(in_flight=sched.places, window=window)
-    return Queue(policy, batch=sched.batch, deadline=deadline)
 
 
 def summary_of(run: Run, keeper: Keeper, after: Evaluation) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from forge_jax.agents.sources import TaskSource
 from forge_jax.config import SchedConfig
 from forge_jax.rl import collect
 from forge_jax.rl.collect import Collector, Group, Taken
-from forge_jax.rl.run import new_queue
+from forge_jax.rl.queueing import new_queue
 from forge_jax.sched.answers import StoreUnavailable
 from forge_jax.sched.policies import Why
 from forge_jax.sched.pool import Pool
@@ -125,13 +125,3 @@ def test_no_deadline_ends_a_group_that_waits_for_the_pool(
     assert len(found) == 2
     assert sum(one.given_up().values()) == 0
     assert one.pool_retries == 1
-
-
-@pytest.mark.parametrize(("window", "bound"), [(None, 23), (8, 23), (4, 19)])
-def test_a_window_is_narrowed_to_keep_a_lag(window: int | None, bound: int) -> None:
-    """N + W - 1 < 3 updates of 8 items; it is 16 + 8 - 1."""
-    sched = SchedConfig(batch=8, in_flight=16, window=window, lag_updates=3)
-    queue = new_queue(sched)
-    assert queue.lag_bound == bound
-    assert queue.bounds is not None
-    assert queue.bounds.updates <= 3

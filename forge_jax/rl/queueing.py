@@ -1,0 +1,67 @@
+"""The generation queue of a run, or of one domain's lane in it, from its configuration.
+
+Sizes flow in, a policy, a deadline and an empty queue flow out. The invariant: where a lag budget
+is set, no order of finishing exceeds it.
+"""
+
+from forge_jax.config import SchedConfig
+from forge_jax.sched.policies import (
+    GreedyDrop,
+    Policy,
+    Stream,
+    VersionWindow,
+    Window,
+    budget_window,
+    fifo,
+    greedy,
+    share_window,
+)
+from forge_jax.sched.queue import Deadline, Queue
+
+WINDOW_SHARE = 0.3  # of N: the published ratio
+
+
+def new_queue(sched: SchedConfig) -> Queue:
+    """An empty queue; of a lane with sizes of its own by `dataclasses.replace` of `sched`."""
+    return Queue(new_policy(sched), batch=sched.batch, deadline=new_deadline(sched))
+
+
+def new_policy(sched: SchedConfig) -> Policy:
+    """What `sched.policy` says of admitting, taking and giving up."""
+    places = sched.places
+    match sched.policy:
+        case "fifo":
+            return fifo(places)
+        case "greedy":
+            return greedy(places)
+        case "greedy_drop":
+            assert sched.drop_updates is not None
+            return GreedyDrop(in_flight=places, max_updates=sched.drop_updates)
+        case "versions":
+            assert sched.versions is not None
+            return VersionWindow(in_flight=places, versions=sched.versions)
+        case "stream":
+            assert sched.buffer is not None
+            return Stream(running=places, buffer=sched.buffer)
+    return Window(in_flight=places, window=width(sched))
+
+
+def width(sched: SchedConfig) -> int | None:
+    """W of a window, narrowed to keep the lag budget; None is greedy."""
+    window, widest = sched.window, None
+    if sched.lag_budget is not None:
+        widest = budget_window(sched.places, sched.batch, sched.lag_budget)
+    if window == "auto":
+        return share_window(sched.places, WINDOW_SHARE) if widest is None else widest
+    if window is None:
+        return widest
+    assert not isinstance(window, str)
+    wanted = share_window(sched.places, window) if isinstance(window, float) else window
+    return wanted if widest is None else min(wanted, widest)
+
+
+def new_deadline(sched: SchedConfig) -> Deadline | None:
+    """How long an unfinished group may hold the head; None: for ever."""
+    if sched.head_seconds is None:
+        return None
+    return Deadline(seconds=sched.head_seconds, requeue=sched.requeue)
