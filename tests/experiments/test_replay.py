@@ -240,10 +240,10 @@ def test_merges_agree_at_length(forget: int, tmp_path: Path) -> None:
         # Of one sign, or the loss is a small rest of large terms, with few digits to compare.
         dataclasses.replace(sample, advantage=np.abs(sample.advantage))
         for sample in agentic(
-            0, 8192, rollouts=3, turns=6, system=192, observation=24, action=16, forget=forget
+            0, 1024, rollouts=3, turns=6, system=192, observation=24, action=16, forget=forget
         )
     ]
-    cfg = ReplayConfig(workload=str(save(tmp_path / "w.npz", samples)), model="bench-10m", steps=1)
+    cfg = ReplayConfig(workload=str(save(tmp_path / "w.npz", samples)), model="micro", steps=1)
     found = {}
     for mode in MODES:
         dump = str(tmp_path / f"{mode}.npz")
