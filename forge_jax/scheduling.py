@@ -51,6 +51,8 @@ class SchedConfig:
     buffer: int | None = None  # stream: finished groups that wait, the oldest past it given up
     head_seconds: float | None = None  # that an unfinished group may hold the head; null: for ever
     requeue: bool = False  # True: the first time it goes to the end of the queue, as a new group
+    group_seconds: float | None = None  # after which a group does without its slowest; null: never
+    group_least: int | None = None  # episodes that must have completed for that
     tune: TuningConfig | None = None  # who changes N and W while the run goes on; null: nobody
     synchronous: bool = False  # True: a step's groups are all sampled by the newest weights
     episode_seconds: float = 60.0  # an episode that takes longer has timed out
@@ -68,6 +70,7 @@ class SchedConfig:
             not self.requeue or head is not None,
             f"requeue={self.requeue} needs head_seconds: without it no group is requeued",
         )
+        self._check_group()
         self._check_synchronous()
         check(self.episode_seconds > 0, f"episode_seconds={self.episode_seconds} must be > 0")
         check(self.pool_seconds >= 0, f"pool_seconds={self.pool_seconds} must be >= 0")
@@ -113,6 +116,25 @@ class SchedConfig:
             self.places <= lag * self.batch,
             f"{name}={lag} is too few for in_flight={self.places} and batch={self.batch}: "
             "no window, not even 0, keeps it",
+        )
+
+    def _check_group(self) -> None:
+        seconds, least = self.group_seconds, self.group_least
+        check(
+            (seconds is None) == (least is None),
+            f"group_seconds={seconds} and group_least={least} go together",
+        )
+        if seconds is None or least is None:
+            return
+        check(
+            0 < seconds < self.episode_seconds,
+            f"group_seconds={seconds} must be a number > 0, and less than "
+            f"episode_seconds={self.episode_seconds}, when every episode has ended",
+        )
+        check(
+            2 <= least < self.group,
+            f"group_least={least} must be at least 2 (the baseline is siblings) and less than "
+            f"group={self.group}",
         )
 
     def _check_synchronous(self) -> None:

@@ -171,6 +171,7 @@ class Status(enum.StrEnum):
     ENVIRONMENT_FAILED = "environment_failed"  # the task could not be set up, stepped or verified
     AGENT_FAILED = "agent_failed"  # the agent raised
     TIMED_OUT = "timed_out"  # the agent did not end in time
+    EXPIRED = "expired"  # enough of its group had completed, and did not wait for it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,6 +58,9 @@ def test_mappings_become_frozen_records() -> None:
             {"sched": {"policy": "stream", "buffer": 1, "in_flight": 8, "synchronous": True}},
             "policy=stream goes with synchronous=False",
         ),
+        ({"sched": {"group_seconds": 9}}, "group_seconds=9.0 and group_least=None go together"),
+        ({"sched": {"group_seconds": 60, "group_least": 2}}, "group_seconds=60.0 must be"),
+        ({"sched": {"group_seconds": 9, "group_least": 8}}, "group_least=8 must be at least 2"),
         ({"sched": {"tune": {}}}, "missing key sched.tune.lag_updates"),
         ({"sched": {"tune": {"lag_updates": 1}}}, "tune.lag_updates=1 is too few for in_flight=16"),
         (

@@ -28,6 +28,7 @@ class LeftOut(enum.StrEnum):
     ENVIRONMENT_FAILED = Status.ENVIRONMENT_FAILED.value
     AGENT_FAILED = Status.AGENT_FAILED.value
     TIMED_OUT = Status.TIMED_OUT.value
+    EXPIRED = Status.EXPIRED.value
     GREEDY = "greedy"  # drawn at temperature 0: there is no log-prob to learn from
     CONSTANT_GROUP = "constant_group"  # its rewards are equal, or less than two count
     SUPPORT = "unreproducible_support"  # what they were drawn from cannot be made again

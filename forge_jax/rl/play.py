@@ -17,7 +17,8 @@ from forge_jax.agents.protocol import Agent
 from forge_jax.agents.runner import run_episode
 from forge_jax.config import BudgetConfig
 from forge_jax.gateway.gateway import Gateway
-from forge_jax.types import Episode, Task
+from forge_jax.rl.partial import GroupDeadline, expire
+from forge_jax.types import Episode, Outcome, Status, Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +36,27 @@ class Player:
     seconds: float  # limit of an episode
     budget: BudgetConfig = field(default_factory=BudgetConfig)  # of its calls
 
-    async def group(self, item: int, task: Task, size: int) -> tuple[Episode, ...]:
-        """`size` episodes of one task, at once."""
+    async def group(
+        self, item: int, task: Task, size: int, deadline: GroupDeadline | None = None
+    ) -> tuple[Episode, ...]:
+        """`size` episodes of one task, at once; those that `deadline` does not wait for are
+        EXPIRED."""
+        limits = [asyncio.timeout(None) for _ in range(size)]
         async with asyncio.TaskGroup() as group:
-            runs = [group.create_task(self.episode(item, i, task)) for i in range(size)]
+            runs = [
+                group.create_task(self.episode(item, i, task, limit))
+                for i, limit in enumerate(limits)
+            ]
+            if deadline is not None:
+                await expire(runs, limits, deadline)
         return tuple(run.result() for run in runs)
 
-    async def episode(self, item: int, replica: int, task: Task) -> Episode:
+    async def episode(
+        self, item: int, replica: int, task: Task, limit: asyncio.Timeout | None = None
+    ) -> Episode:
         """One episode. Its tokens depend on (seed, item, replica), not on what runs beside it.
+
+        EXPIRED, with the calls it has made, where `limit` runs out.
 
         With a budget its outcome has "over_budget" among its metrics: 1 if calls were refused or
         cut for that, else 0.
@@ -59,7 +73,7 @@ class Player:
         )
         try:
             client = self.client.with_options(base_url=f"{self.url}/s/{session}/v1")
-            outcome = await run_episode(self.agent, task, client, self.model, self.seconds)
+            outcome = await self._outcome(task, client, limit or asyncio.timeout(None))
             if self.budget != BudgetConfig():
                 over = float(self.gateway.over_budget(session))
                 told = {**outcome.metrics, "over_budget": over}
@@ -67,6 +81,13 @@ class Player:
         finally:
             turns = self.gateway.close(session)
         return Episode(item=item, replica=replica, task=task, outcome=outcome, turns=turns)
+
+    async def _outcome(self, task: Task, client: AsyncOpenAI, limit: asyncio.Timeout) -> Outcome:
+        try:
+            async with limit:
+                return await run_episode(self.agent, task, client, self.model, self.seconds)
+        except TimeoutError:
+            return Outcome(status=Status.EXPIRED, error="enough of its group had completed")
 
     def name(self, item: int, replica: int) -> str:
         """What ids of an episode's calls are made of, and their seeds."""

@@ -5,6 +5,7 @@ is set, no order of finishing exceeds it.
 """
 
 from forge_jax.config import SchedConfig
+from forge_jax.rl.partial import GroupDeadline
 from forge_jax.sched.policies import (
     GreedyDrop,
     Policy,
@@ -65,3 +66,10 @@ def new_deadline(sched: SchedConfig) -> Deadline | None:
     if sched.head_seconds is None:
         return None
     return Deadline(seconds=sched.head_seconds, requeue=sched.requeue)
+
+
+def group_deadline(sched: SchedConfig) -> GroupDeadline | None:
+    """When a group does without its slowest episodes; None: never."""
+    if sched.group_seconds is None or sched.group_least is None:
+        return None
+    return GroupDeadline(seconds=sched.group_seconds, least=sched.group_least)

@@ -33,7 +33,7 @@ from forge_jax.rl.measure import Totals, mean
 from forge_jax.rl.play import Player
 from forge_jax.rl.plots import draw_curves, draw_forest
 from forge_jax.rl.pool import pool_of
-from forge_jax.rl.queueing import new_queue
+from forge_jax.rl.queueing import group_deadline, new_queue
 from forge_jax.rl.report import Reporter, progress, write_whole
 from forge_jax.rl.serving import Serving, engine_elsewhere, serving
 from forge_jax.rl.start import Start, beginning, prepared, step_config
@@ -240,7 +240,7 @@ def new_collector(run: Run, up: Serving) -> Collector:
         window=new_queue(sched),
         pool=run.pool,
         source=TaskSource((run.cfg.task,), seed=run.cfg.seed, split="train"),
-        play=lambda number, task: one.group(number, task, sched.group),
+        play=lambda number, task: one.group(number, task, sched.group, group_deadline(sched)),
         patience=sched.pool_seconds,
     )
 

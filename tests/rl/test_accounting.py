@@ -96,7 +96,8 @@ def test_every_reason_is_counted_on_its_own() -> None:
     ]
     assert left_out(group) == {
         LeftOut.ABANDONED: 4, LeftOut.ENVIRONMENT_FAILED: 4, LeftOut.AGENT_FAILED: 4,
-        LeftOut.TIMED_OUT: 4, LeftOut.GREEDY: 4, LeftOut.CONSTANT_GROUP: 0, LeftOut.SUPPORT: 1,
+        LeftOut.TIMED_OUT: 4, LeftOut.EXPIRED: 4, LeftOut.GREEDY: 4,
+        LeftOut.CONSTANT_GROUP: 0, LeftOut.SUPPORT: 1,
     }  # fmt: skip
     equal = left_out([episode(1.0, turn(lost=2)), episode(1.0, turn(), aborted)])
     assert equal == dict.fromkeys(LeftOut, 0) | {LeftOut.CONSTANT_GROUP: 8, LeftOut.ABANDONED: 4}

@@ -34,10 +34,10 @@ class Held:
         self._lock = threading.Lock()
         play, put = Player.group, Pool.put
 
-        async def group(player: Player, number: int, task: Task, size: int) -> Any:
+        async def group(player: Player, number: int, task: Task, size: int, *rest: Any) -> Any:
             self.begun += 1
             self.most = max(self.most, self.begun - self.stored)
-            return await play(player, number, task, size)
+            return await play(player, number, task, size, *rest)
 
         def counted(pool: Pool, item: int, episodes: Any) -> bool:
             done = put(pool, item, episodes)
