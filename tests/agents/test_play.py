@@ -11,20 +11,28 @@ from stand_in_server import completion, replies, stand_in
 from forge_jax.agents.families import FAMILIES, family_of
 from forge_jax.agents.protocol import ScriptedCall
 from forge_jax.agents.split import draw_from, held_out
-from forge_jax.agents.tasks import hop, notes
+from forge_jax.agents.tasks import calc, hop, notes, qa
 from forge_jax.agents.white_box import ToolLoop, WindowLoop
 from forge_jax.models.chat import built_in
 from forge_jax.types import Task
 
 LOOKUP = built_in("lookup")
 PERFECT: dict[str, Any] = {
+    "calc": calc.Noise(early=0.0, wrong=0.0),
     "hop": hop.Noise(early=0.0, wrong=0.0),
     "hop_tool": hop.Noise(early=0.0, wrong=0.0),
     "notes": notes.Noise(forget=0.0),
+    "qa": qa.Noise(misread=0.0),
 }
 # hop_tool is hop, but for what a program is told.
-MODULES: dict[str, Any] = {"hop": hop, "hop_tool": hop, "notes": notes}
-WORLDS: dict[str, Any] = {"hop": hop.Hop, "hop_tool": hop.Hop, "notes": notes.Notes}
+MODULES: dict[str, Any] = {"calc": calc, "hop": hop, "hop_tool": hop, "notes": notes, "qa": qa}
+WORLDS: dict[str, Any] = {
+    "calc": calc.Calc,
+    "hop": hop.Hop,
+    "hop_tool": hop.Hop,
+    "notes": notes.Notes,
+    "qa": qa.Qa,
+}
 
 
 def text(call: ScriptedCall) -> str:
@@ -87,10 +95,21 @@ def test_play_repeats_and_is_one_sample_a_call(family: str) -> None:
 def test_play_is_on_training_content(family: str) -> None:
     for seed in range(100):
         calls = MODULES[family].play(np.random.default_rng(seed), PERFECT[family])
-        answer = calls[-1].reply["content"].removeprefix("!")
-        keys = [m["content"] for m in calls[-1].messages if m["role"] == "tool"][:-1]
-        start = calls[0].messages[0]["content"].removeprefix("Q")
-        assert not held_out("".join([start, *keys, answer]) if family != "notes" else answer)
+        assert not held_out(content(family, calls))
+
+
+def content(family: str, calls: tuple[ScriptedCall, ...]) -> str:
+    """What a faultless episode was made of."""
+    told = calls[0].messages[-1]["content"]
+    match family:
+        case "calc":
+            return told.removeprefix("Q")
+        case "notes":
+            return calls[-1].reply["content"].removeprefix("!")
+        case "qa":
+            return told.removesuffix(" One word.")
+    found = [m["content"] for m in calls[-1].messages if m["role"] == "tool"]
+    return "".join([told.removeprefix("Q"), *found])
 
 
 @pytest.mark.parametrize("seed", range(20))
