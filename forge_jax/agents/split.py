@@ -29,6 +29,14 @@ def content_of(task: Task, draw: Draw) -> str:
     return draw_from(task.split, draw, np.random.default_rng(words))
 
 
+def level_of(task: Task, levels: int) -> int:
+    """The level of a task of a family that has so many. Raises UserError on another."""
+    if not 0 <= task.level < levels:
+        last = levels - 1
+        raise UserError(f"level={task.level} of a task of {task.family} must be from 0 to {last}")
+    return task.level
+
+
 def draw_from(split: str, draw: Draw, rng: np.random.Generator) -> str:
     """A random content of a split."""
     while True:

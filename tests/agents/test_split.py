@@ -1,10 +1,12 @@
 """Held-out content is never trained on, whatever the seeds."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from forge_jax.agents.split import HELD_OUT_SHARE, content_of, draw_from, held_out
-from forge_jax.agents.tasks import hop, notes
+from forge_jax.agents.tasks import calc, hop, notes, qa
 from forge_jax.config import UserError
 from forge_jax.types import Task
 
@@ -13,6 +15,9 @@ DRAWS = {"hop": hop.draw, "notes": notes.draw}
 
 def contents(family: str, split: str, seeds: range) -> list[str]:
     return [content_of(Task(family=family, seed=s, split=split), DRAWS[family]) for s in seeds]
+
+
+LEVELLED: dict[str, Any] = {"calc": calc, "qa": qa}
 
 
 @pytest.mark.parametrize("family", ["hop", "notes"])
@@ -55,3 +60,19 @@ def test_an_unknown_split_or_seed_is_refused() -> None:
         content_of(Task(family="hop", seed=0, split="test"), hop.draw)
     with pytest.raises(UserError, match="seed=-1"):
         content_of(Task(family="hop", seed=-1), hop.draw)
+
+
+@pytest.mark.parametrize("family", LEVELLED)
+def test_every_level_is_split_and_no_other_is_there(family: str) -> None:
+    module = LEVELLED[family]
+    levels = len(module.LEVELS)
+    worlds = {}
+    for split in ("train", "eval"):
+        for level in range(levels):
+            tasks = [Task(family=family, seed=s, split=split, level=level) for s in range(20)]
+            worlds[split, level] = {module.world_of(task) for task in tasks}
+            assert worlds[split, level] == {module.world_of(task) for task in tasks}
+    assert len(set().union(*worlds.values())) == sum(map(len, worlds.values()))
+    for level in (-1, levels):
+        with pytest.raises(UserError, match=f"level={level} of a task of {family}"):
+            module.world_of(Task(family=family, seed=0, level=level))

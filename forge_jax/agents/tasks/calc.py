@@ -27,7 +27,7 @@ import numpy as np
 from forge_jax.agents.context import Context
 from forge_jax.agents.faults import BadCall
 from forge_jax.agents.protocol import Message, ScriptedCall, Tool
-from forge_jax.agents.split import content_of, draw_from
+from forge_jax.agents.split import content_of, draw_from, level_of
 from forge_jax.agents.white_box import ToolLoop, tool_message
 from forge_jax.types import Task
 
@@ -134,7 +134,7 @@ def draw(rng: np.random.Generator, level: int = 0) -> str:
 
 def world_of(task: Task) -> Calc:
     """The world that a task's family, split, seed and level make."""
-    return Calc(content_of(task, partial(draw, level=task.level)))
+    return Calc(content_of(task, partial(draw, level=level_of(task, len(LEVELS)))))
 
 
 def agent() -> ToolLoop:
