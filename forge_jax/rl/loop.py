@@ -8,7 +8,7 @@ since the next update consumes the trainer's, and version s are the weights afte
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from forge_jax.rl.measure import batch_row, drafts_row, episode_row, lineage_row
 from forge_jax.rl.parallel import update
 from forge_jax.rl.state import TrainState
 from forge_jax.rl.step import StepConfig
+from forge_jax.rl.stopping import unless
 from forge_jax.rollout.policy import PolicyEngine
 from forge_jax.sched.cost import CostModel, Fit
 from forge_jax.sched.pack import micro_batches
@@ -69,6 +70,8 @@ async def reinforce(
     engine: PolicyEngine,
     device: Executor,
     on_step: Callable[[Step], None],
+    stop: asyncio.Event,
+    faults: Callable[[], Mapping[str, int]],
     base: Any = None,
 ) -> TrainState:
     """Updates `first` to `cfg.steps`, from what agents play meanwhile; the final state.
@@ -76,7 +79,8 @@ async def reinforce(
     With a `base`, `state` is of its adapters; the engine gets both merged.
 
     `on_step` is called on the device thread after each update, while agents go on. What is
-    in flight at the end is cancelled.
+    in flight at the end is cancelled. With `stop` set an update that runs is ended and is the
+    last. `faults` are counts of the run so far, for its rows.
     """
     loop = asyncio.get_running_loop()
     audit, costs = Audit(cfg.audit_versions, base), Fit(prior(step_cfg.model))
@@ -87,7 +91,10 @@ async def reinforce(
             collector.fill(workers)
             before = engine.stats()
             began = time.monotonic()
-            taken = await collector.take(cfg.sched.batch, workers, refill=not cfg.sched.synchronous)
+            wanted = collector.take(cfg.sched.batch, workers, refill=not cfg.sched.synchronous)
+            taken = await unless(stop, wanted)
+            if taken is None:
+                break
             collected = time.monotonic()
             cost = trusted(costs, step_cfg.model, cfg.sched.synchronous)
             batch = await asyncio.to_thread(prepare, taken, cfg, cost)
@@ -103,7 +110,7 @@ async def reinforce(
             row |= batch_row(taken, batch.samples, batch.trees)
             row |= drafts_row(before, engine.stats())
             row |= trained | {"seconds_collect": collected - began}
-            row["pool_retries"] = collector.pool_retries
+            row |= {"pool_retries": collector.pool_retries, **faults()}
             row |= {f"items_{why}": count for why, count in collector.given_up().items()}
             row["seconds_update"] = time.monotonic() - collected
             record = Step(state=state, cursors=collector.state(), batch=batch, row=row)

@@ -9,17 +9,14 @@ import dataclasses
 import json
 import time
 from collections.abc import Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 
 from forge_jax.agents.families import agent_of
-from forge_jax.agents.protocol import Agent
 from forge_jax.agents.sources import TaskSource
 from forge_jax.config import RolloutConfig, TrainConfig, UserError
 from forge_jax.models.hf_lora import export_adapter
@@ -28,35 +25,19 @@ from forge_jax.models.lora import merge, tuned
 from forge_jax.rl.checkpoint import Checkpoints
 from forge_jax.rl.collect import Collector
 from forge_jax.rl.evaluate import Evaluation, evaluate, held_out
-from forge_jax.rl.loop import Step, reinforce
-from forge_jax.rl.measure import Totals, mean
+from forge_jax.rl.keeping import Keeper, Run
+from forge_jax.rl.loop import reinforce
+from forge_jax.rl.measure import mean
 from forge_jax.rl.play import Player
-from forge_jax.rl.plots import draw_curves, draw_forest
+from forge_jax.rl.plots import draw_curves
 from forge_jax.rl.pool import pool_of
 from forge_jax.rl.queueing import group_deadline, new_queue
 from forge_jax.rl.report import Reporter, progress, write_whole
 from forge_jax.rl.serving import Serving, engine_elsewhere, serving
 from forge_jax.rl.start import Start, beginning, prepared, step_config
-from forge_jax.rl.state import TrainState
+from forge_jax.rl.stopping import stoppable
+from forge_jax.rl.watchdog import watching
 from forge_jax.rollout.fitting import check_model, over_places
-from forge_jax.sched.pool import Pool
-from forge_jax.sched.split import forest_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What a run works with, from start to end."""
-
-    cfg: TrainConfig
-    model: LoadedModel
-    agent: Agent
-    folder: Path
-    pool: Pool
-    checkpoints: Checkpoints
-    reporter: Reporter
-    bars: Progress
-    device: Executor  # one thread: from here on the engine and the trainer take turns on it
-    began: float  # time.monotonic() at the start of this session
 
 
 def train(
@@ -64,10 +45,11 @@ def train(
 ) -> dict[str, Any]:
     """Runs `cfg` in `folder`, from its newest checkpoint if there is one; the summary.
 
-    Consumes the weights of `model`; `config` is what is reported to wandb. Raises UserError
-    where the model does not fit what is asked of the engine or lacks modules to train, there are
-    fewer devices than the mesh wants, a checkpoint cannot be read, its pool cannot be opened or is
-    another run's, or the warm start stays below its gate.
+    Consumes the weights of `model`; `config` is what is reported to wandb. Raises
+    KeyboardInterrupt where a signal ends it, see `stoppable`, and UserError where the model does
+    not fit what is asked of the engine or lacks modules to train, there are fewer devices than the
+    mesh wants, a checkpoint cannot be read, its pool cannot be opened or is another run's, or the
+    warm start stays below its gate.
     """
     began, model = time.monotonic(), prepared(cfg, model)
     agent = agent_of(cfg.task, cfg.agent, cfg.tools)
@@ -89,32 +71,44 @@ def train(
                 checkpoints=checkpoints, reporter=reporter, device=device, began=began,
             )  # fmt: skip
             summary = asyncio.run(play(run, start))
+            if summary is None:
+                raise KeyboardInterrupt
             reporter.summarise(summary)
             draw_curves(folder / "curves.png", reporter.rows, summary)
     write_whole(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
 
 
-async def play(run: Run, start: Start) -> dict[str, Any]:
-    """Everything that needs agents: evaluation, reinforcement learning, evaluation."""
+async def play(run: Run, start: Start) -> dict[str, Any] | None:
+    """Everything that needs agents: evaluation, reinforcement learning, evaluation. None if it
+    was stopped between them; then the last complete step is saved."""
     # The engine's copy is taken before the first update.
     params = merge(tuned(start.base, start.state.params), run.cfg.lora)
     published = run.folder / "weights"
     elsewhere = engine_elsewhere(run.cfg, run.model, published, start.step, run.device)
-    async with serving(run.model, params, start.step, sizes(run.cfg), run.device, elsewhere) as up:
+    async with (
+        watching() as watchdog,
+        serving(run.model, params, start.step, sizes(run.cfg), run.device, elsewhere) as up,
+    ):
         collector = new_collector(run, up)
         keeper = await opened(run, up, start, collector)
-        state = await reinforce(
-            start.state,
-            first=start.step + 1,
-            cfg=run.cfg,
-            step_cfg=step_config(run.cfg, run.model, warm=False),
-            collector=collector,
-            engine=up.engine,
-            device=run.device,
-            on_step=keeper.keep,
-            base=start.base,
-        )
+        with stoppable() as stop:
+            state = await reinforce(
+                start.state,
+                first=start.step + 1,
+                cfg=run.cfg,
+                step_cfg=step_config(run.cfg, run.model, warm=False),
+                collector=collector,
+                engine=up.engine,
+                device=run.device,
+                on_step=keeper.keep,
+                base=start.base,
+                stop=stop,
+                faults=lambda: {"loop_blocked": watchdog.blocked},
+            )
+            if stop.is_set():
+                await asyncio.get_running_loop().run_in_executor(run.device, keeper.stop)
+                return None
         after = await evaluation(run, up, "evaluation after")
     if run.cfg.lora.rank:
         said = (state.params, run.cfg.lora, base_name(run.cfg.model))
@@ -147,54 +141,6 @@ async def opened(run: Run, up: Serving, start: Start, collector: Collector) -> "
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(run.device, keeper.save, 0, start.state, collector.state())
     return keeper
-
-
-class Keeper:
-    """Keeps what each step leaves behind: a row, running totals, checkpoints, pictures."""
-
-    def __init__(self, run: Run, step: int, totals: Totals):
-        """`totals` are those after `step` updates."""
-        self._run = run
-        self._earlier = totals.seconds  # of sessions before this one
-        self.totals = totals
-        self._bar = run.bars.add_task(
-            f"{run.cfg.task} RL", total=run.cfg.steps, completed=step, shown=""
-        )
-
-    def seconds(self) -> float:
-        """Wall time of the run so far, over all sessions."""
-        return time.monotonic() - self._run.began + self._earlier
-
-    def keep(self, step: Step) -> None:
-        """Called on the device thread after every update."""
-        run, number = self._run, step.row["step"]
-        self.totals = self.totals.add(step.row)
-        run.reporter.add(step.row)
-        run.bars.update(self._bar, completed=number, shown=shown(step.row))
-        if number % run.cfg.checkpoint_every == 0 or number == run.cfg.steps:
-            self.save(number, step.state, step.cursors)
-            so_far = {"eval_before": self.totals.eval_before}
-            draw_curves(run.folder / "curves.png", run.reporter.rows, so_far)
-            if step.batch.trees:
-                show = run.model.chat.tokenizer.decode
-                forest = forest_of(step.batch.trees[0])
-                draw_forest(run.folder / "forest.png", forest, lambda i: show([i]))
-
-    def save(self, step: int, state: TrainState, cursors: Mapping[str, Any]) -> None:
-        """Writes a checkpoint; `cursors` are the collector's, taken together with `state`."""
-        self.totals = dataclasses.replace(self.totals, seconds=self.seconds())
-        host = {"totals": dataclasses.asdict(self.totals), "cursors": cursors}
-        self._run.checkpoints.save(step, state, host)
-
-
-def shown(row: Mapping[str, Any]) -> str:
-    """A step's row in a few words, for the progress line."""
-    words = [
-        f"{name} {row[key]:.2f}"
-        for name, key in (("reward", "reward"), ("calls", "mean_turns"), ("lag", "lag_mean"))
-        if row[key] is not None
-    ]
-    return "  ".join(words) + ("" if row["stepped"] else "  (nothing to train on)")
 
 
 def player(run: Run, up: Serving, purpose: str, seed: int, temperature: float) -> Player:

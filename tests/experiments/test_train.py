@@ -22,7 +22,7 @@ from forge_jax.sched.pool import Pool
 
 CONFIGS = Path(command.CONFIGS)
 # What may differ between two runs of the same history.
-TIMING = ("seconds_collect", "seconds_update", "agent_tool_seconds")
+TIMING = ("seconds_collect", "seconds_update", "agent_tool_seconds", "loop_blocked")
 
 
 @pytest.fixture(scope="module")

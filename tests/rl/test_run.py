@@ -6,6 +6,8 @@ before the first checkpoint that follows it.
 
 import dataclasses
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,8 @@ def played(cfg: TrainConfig, folder: Path) -> dict[str, Any]:
 
 def history(folder: Path) -> list[dict[str, Any]]:
     rows = read_rows(folder / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if "seconds" not in k} for row in rows]
+    rows = [{k: v for k, v in row.items() if "seconds" not in k} for row in rows]
+    return [{k: v for k, v in row.items() if k != "loop_blocked"} for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +88,24 @@ def test_a_run_goes_on_from_before_its_first_checkpoint(
     again = dataclasses.replace(CFG, resume=str(tmp_path))
     assert (played(again, tmp_path), history(tmp_path)) == calm
     assert evaluations == ["evaluation after"]
+
+
+def test_a_run_that_is_terminated_saves_its_last_update(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    calm: tuple[dict[str, Any], list[dict[str, Any]]],
+) -> None:
+    real = loop.update
+
+    def terminated(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "update", terminated)
+        with pytest.raises(KeyboardInterrupt):
+            run.train(CFG, resolve("quick"), tmp_path, {})
+    # Without the signal there would be none after the first update.
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["0", "1"]
+    again = dataclasses.replace(CFG, resume=str(tmp_path))
+    assert (played(again, tmp_path), history(tmp_path)) == calm
