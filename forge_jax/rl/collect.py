@@ -4,7 +4,8 @@ Tasks go in by number, groups of episodes come out, each number exactly once; a 
 the others up past its deadline is cancelled instead, counted, and its place goes to another. A
 group counts as finished only when the pool holds it durably, so a killed run loses work, never an
 item. While the pool's store is away, groups wait for it in their places: nothing new is admitted,
-and no deadline ends one. Everything here runs on one event loop; the window itself is sans-IO.
+and no deadline ends one. What a policy drops is cancelled, or stays in the pool unread.
+Everything here runs on one event loop; the window itself is sans-IO.
 """
 
 import asyncio
@@ -89,7 +90,8 @@ class Collector:
         """
         taken: list[Taken] = []
         while len(taken) < size:
-            self._evict(workers)
+            # What is old grows no younger while the store is away; deadlines wait for it.
+            self._evict(workers, None if self._away else time.monotonic())
             number = self._window.take()
             if number is None:
                 await self._change()
@@ -106,12 +108,11 @@ class Collector:
         """How many items were given up so far, by the reason."""
         return dict(self._window.evicted)
 
-    def _evict(self, workers: asyncio.TaskGroup) -> None:
-        """Gives up the heads that are overdue, and fills their places."""
-        if self._away:
-            return
-        for gone in self._window.evict(time.monotonic()):
-            logger.warning("item %d has held the queue up: %s", gone.number, gone.why)
+    def _evict(self, workers: asyncio.TaskGroup, now: float | None) -> None:
+        """Gives up what the policy drops and, at a time, heads that are overdue; fills their
+        places."""
+        for gone in self._window.evict(now):
+            logger.warning("item %d is given up: %s", gone.number, gone.why)
             task = self._tasks.pop(gone.number)
             if gone.number in self._running:
                 self._running[gone.number].cancel()
@@ -140,7 +141,7 @@ class Collector:
             self._stored.discard(number)
             self._finish(number)
         else:
-            run = workers.create_task(self._run(number, self._tasks[number]))
+            run = workers.create_task(self._run(number, self._tasks[number], workers))
             self._running[number] = run
             run.add_done_callback(lambda _: self._running.pop(number))
 
@@ -153,10 +154,13 @@ class Collector:
         for run in self._running.values():
             run.cancel()
 
-    async def _run(self, number: int, task: Task) -> None:
+    async def _run(self, number: int, task: Task, workers: asyncio.TaskGroup) -> None:
         episodes = await self._play(number, task)
         await self._durably(lambda: self._pool.put(number, episodes))
         self._finish(number)
+        if not self._window.policy.holds:  # generation goes on, also while nobody takes
+            self._evict(workers, None)
+            self.fill(workers)
 
     async def _durably(self, call: Callable[[], T]) -> T:
         """What a call of the pool gives, made again while the store is away. Raises UserError at

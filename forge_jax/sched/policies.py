@@ -66,6 +66,10 @@ class Policy(Protocol):
     def places(self) -> int:
         """How many items may be running at once."""
 
+    @property
+    def holds(self) -> bool:
+        """Whether a finished item keeps its place until it is consumed or given up."""
+
     def admits(self, queue: View) -> bool:
         """Whether there is a place for one more item."""
 
@@ -100,6 +104,10 @@ class Window:
     def places(self) -> int:
         return self.in_flight
 
+    @property
+    def holds(self) -> bool:
+        return True
+
     def admits(self, queue: View) -> bool:
         return queue.in_service + queue.waiting < self.in_flight
 
@@ -130,6 +138,10 @@ class GreedyDrop:
     @property
     def places(self) -> int:
         return self.in_flight
+
+    @property
+    def holds(self) -> bool:
+        return True
 
     def admits(self, queue: View) -> bool:
         return queue.in_service + queue.waiting < self.in_flight
@@ -166,6 +178,10 @@ class VersionWindow:
     def places(self) -> int:
         return self.in_flight
 
+    @property
+    def holds(self) -> bool:
+        return True
+
     def admits(self, queue: View) -> bool:
         return queue.in_service + queue.waiting < self.in_flight
 
@@ -198,6 +214,10 @@ class Stream:
     @property
     def places(self) -> int:
         return self.running
+
+    @property
+    def holds(self) -> bool:
+        return False
 
     def admits(self, queue: View) -> bool:
         return queue.in_service < self.running

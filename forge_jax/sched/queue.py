@@ -159,12 +159,13 @@ class Queue:
         """One more update is complete."""
         self.version += 1
 
-    def evict(self, now: float = 0.0) -> list[Evicted]:
-        """Gives up what the policy or the deadline says; `now` is in seconds, and never falls."""
+    def evict(self, now: float | None = 0.0) -> list[Evicted]:
+        """Gives up what the policy or the deadline says; `now` is in seconds, and never falls.
+        None: the policy alone."""
         gone = []
         while self.admitted > self.head and (number := self.policy.evicts(self)) is not None:
             gone.append(self._give_up(number, Why.DROPPED))
-        if self.deadline is None:
+        if self.deadline is None or now is None:
             return gone
         while self._overdue(now, self.deadline):
             first = self.deadline.requeue and self.head not in self._again
