@@ -51,6 +51,7 @@ from forge_jax.rl.step import (
     apply,
     computed_tokens,
     executed_area,
+    norms,
     scatter,
 )
 from forge_jax.sched.merge import MODES, unique_tokens
@@ -127,7 +128,8 @@ def replay(cfg: ReplayConfig) -> dict[str, Any]:
         warm = time.perf_counter() - began
         write(cfg, model, found, samples)
         began = time.perf_counter()
-        state, norm = jax.block_until_ready(apply(state, found.grads, cfg.optim))
+        norm, _ = norms(found.grads)
+        state = jax.block_until_ready(apply(state, found.grads, cfg.optim))
         warm += time.perf_counter() - began
         seconds = []
         for step in range(cfg.steps):

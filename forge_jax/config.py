@@ -13,6 +13,8 @@ from forge_jax.parts import LoraConfig as LoraConfig
 from forge_jax.parts import MoeConfig as MoeConfig
 from forge_jax.parts import MtpConfig as MtpConfig
 from forge_jax.programs import ProgramConfig as ProgramConfig
+from forge_jax.protection import ProtectConfig as ProtectConfig
+from forge_jax.protection import Skip as Skip
 from forge_jax.rolling import DTYPES as DTYPES
 from forge_jax.rolling import ENGINES as ENGINES
 from forge_jax.rolling import UPDATES as UPDATES
@@ -173,6 +175,7 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     sched: SchedConfig = field(default_factory=SchedConfig)
+    protect: ProtectConfig = field(default_factory=ProtectConfig)  # of the weights
     budget: BudgetConfig = field(default_factory=BudgetConfig)  # of an episode
     pack: PackConfig = field(default_factory=PackConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

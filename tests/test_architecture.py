@@ -14,13 +14,15 @@ MAY_IMPORT = {
     "types": {"drawing", "lineage"},
     "loading": set(),
     "parts": {"loading"},
+    "protection": {"loading"},
     "rolling": {"loading"},
     "scheduling": {"loading"},
     "programs": {"loading"},
     "tool_servers": {"loading", "programs"},
     "stores": set(),
     "config": {
-        "drawing", "loading", "parts", "rolling", "scheduling", "programs", "tool_servers",
+        "drawing", "loading", "parts", "protection", "rolling", "scheduling", "programs",
+        "tool_servers",
     },
     "trees": set(),
     "sharding": {"config", "trees"},
@@ -40,7 +42,8 @@ MAY_IMPORT = {
     },
 }  # fmt: skip
 JAX_FREE = {
-    "drawing", "lineage", "types", "loading", "parts", "rolling", "scheduling", "programs",
+    "drawing", "lineage", "types", "loading", "parts", "protection", "rolling", "scheduling",
+    "programs",
     "tool_servers", "config", "stores", "gateway", "agents", "sched",
 }  # fmt: skip
 

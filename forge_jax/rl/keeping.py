@@ -97,4 +97,6 @@ def shown(row: Mapping[str, Any]) -> str:
         for name, key in (("reward", "reward"), ("calls", "mean_turns"), ("lag", "lag_mean"))
         if row[key] is not None
     ]
-    return "  ".join(words) + ("" if row["stepped"] else "  (nothing to train on)")
+    if not row["stepped"]:
+        words.append(f"({row['skipped'] or 'nothing to train on'})")
+    return "  ".join(words)

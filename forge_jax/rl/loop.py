@@ -13,14 +13,16 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
-from forge_jax.config import TrainConfig
+from forge_jax.config import Skip, TrainConfig
 from forge_jax.models.lora import merge, tuned
 from forge_jax.rl.audit import Audit
 from forge_jax.rl.collect import Collector, Taken
 from forge_jax.rl.costs import observe, prior, trusted
 from forge_jax.rl.credit import group_samples
+from forge_jax.rl.guard import Guard
 from forge_jax.rl.measure import batch_row, drafts_row, episode_row, lineage_row
 from forge_jax.rl.parallel import update
+from forge_jax.rl.staleness import staleness_row
 from forge_jax.rl.state import TrainState
 from forge_jax.rl.step import StepConfig
 from forge_jax.rl.stopping import unless
@@ -68,6 +70,7 @@ async def reinforce(
     step_cfg: StepConfig,
     collector: Collector,
     engine: PolicyEngine,
+    guard: Guard,
     device: Executor,
     on_step: Callable[[Step], None],
     stop: asyncio.Event,
@@ -99,7 +102,7 @@ async def reinforce(
             cost = trusted(costs, step_cfg.model, cfg.sched.synchronous)
             batch = await asyncio.to_thread(prepare, taken, cfg, cost)
             state, trained = await loop.run_in_executor(
-                device, train_step, state, batch, step, step_cfg, audit, costs, base
+                device, train_step, state, batch, step, step_cfg, audit, costs, guard, base
             )
             weights = await loop.run_in_executor(
                 device, merge, tuned(base, state.params), step_cfg.lora
@@ -115,6 +118,7 @@ async def reinforce(
             row["seconds_update"] = time.monotonic() - collected
             record = Step(state=state, cursors=collector.state(), batch=batch, row=row)
             await loop.run_in_executor(device, on_step, record)
+            guard.check()
         collector.cancel()
     return state
 
@@ -126,14 +130,20 @@ def train_step(
     cfg: StepConfig,
     audit: Audit,
     costs: Fit,
+    guard: Guard,
     base: Any,
 ) -> tuple[TrainState, dict[str, Any]]:
-    """The update, and what it says of itself; a batch without a trained token changes nothing."""
-    state, done = update(state, batch.trees, cfg, base)
+    """The update, and what it says of itself; a batch without a trained token changes nothing,
+    and neither does one whose step `guard` skips."""
+    state, done = update(state, batch.trees, cfg, base, guard.judge(batch.samples))
     observe(costs, batch.trees, done, cfg.tile)
-    row: dict[str, Any] = {"stepped": done.stepped}
-    if done.stepped:
+    row: dict[str, Any] = {"stepped": done.stepped} | guard.row(done)
+    row["tokens_skipped"] = len(done.logp) if done.skipped else 0
+    if done.skipped:
+        row["tokens_trained"] = 0
+    if done.stepped or done.skipped not in (None, Skip.NON_FINITE):
         row |= {"loss": done.loss, "grad_norm": done.grad_norm} | done.metrics
+        row |= staleness_row(batch.samples, batch.turns, done.logp, done.index, step - 1)
         row |= audit.gap(batch.samples, batch.turns, batch.trees, step - 1, done, cfg)
     audit.remember(step, state.params)
     return state, row

@@ -24,7 +24,8 @@ class Totals:
 
     episodes: int = 0
     tokens_sampled: int = 0  # by consumed episodes
-    tokens_trained: int = 0  # occurrences in the loss
+    tokens_trained: int = 0  # occurrences in the loss of steps that were taken
+    updates_skipped: int = 0  # steps not taken, though there was something to train on
     tokens_total: int = 0  # of all trained samples, one row each
     tokens_unique: int = 0  # of their trees
     lag_sum: int = 0
@@ -40,6 +41,7 @@ class Totals:
             episodes=self.episodes + row["episodes"],
             tokens_sampled=self.tokens_sampled + row["tokens_sampled"],
             tokens_trained=self.tokens_trained + row["tokens_trained"],
+            updates_skipped=self.updates_skipped + (row["skipped"] is not None),
             tokens_total=self.tokens_total + row["tokens_total"],
             tokens_unique=self.tokens_unique + row["tokens_unique"],
             lag_sum=self.lag_sum + sum(row["lags"]),
@@ -110,7 +112,8 @@ def batch_row(
 ) -> dict[str, Any]:
     """What was trained: token counts of the merged batch, and of what was left out of it.
 
-    `tokens_sampled` of the consumed items = `tokens_trained` + all ``tokens_left_out_*``.
+    `tokens_sampled` of the consumed items = `tokens_trained` + all ``tokens_left_out_*``; where the
+    step is skipped its tokens are in `tokens_skipped`, and none is in `tokens_trained`.
     """
     left: Counter[LeftOut] = Counter()
     for item in taken:

@@ -26,7 +26,7 @@ from forge_jax.rl.losses import Metrics
 from forge_jax.rl.prefetch import prefetch
 from forge_jax.rl.rows import lay_out, rows
 from forge_jax.rl.state import TrainState
-from forge_jax.rl.step import Gathered, Updated
+from forge_jax.rl.step import Gathered, Judge, Updated
 from forge_jax.sched.split import forest_of
 from forge_jax.sharding import PLACES, WORK, mesh_of, put
 from forge_jax.types import CarriedTree, MicroBatch, PackedTree
@@ -35,10 +35,14 @@ ROW = jax.P(PLACES, "context")  # how a row of micro-batches is cut
 
 
 def update(
-    state: TrainState, parts: Sequence[MicroBatch], cfg: StepConfig, base: Any = None
+    state: TrainState,
+    parts: Sequence[MicroBatch],
+    cfg: StepConfig,
+    base: Any = None,
+    judge: Judge | None = None,
 ) -> tuple[TrainState, Updated]:
     """`step.update`, on the devices that the parameters are on."""
-    return step.update(state, parts, cfg, gather, base)
+    return step.update(state, parts, cfg, gather, base, judge)
 
 
 def gather(params: Any, parts: Sequence[MicroBatch], cfg: StepConfig) -> Gathered:

@@ -22,6 +22,10 @@ PANELS = (
 )
 # Panels of runs that have any of it.
 OTHERS = (
+    ("effective sample size", ("ess_token", "ess_mean", "ess_sample")),
+    ("quantiles of the ratio", ("ratio_p1", "ratio_p10", "ratio_p50", "ratio_p90", "ratio_p99")),
+    ("age of tokens in updates", ("age_mean", "age_max")),
+    ("cosine of gradients", ("grad_cosine",)),
     (
         "acceptance of drafts",
         ("acceptance_1", "acceptance_2", "mtp_accepted_1", "mtp_accepted_2"),

@@ -25,6 +25,7 @@ from forge_jax.models.lora import merge, tuned
 from forge_jax.rl.checkpoint import Checkpoints
 from forge_jax.rl.collect import Collector
 from forge_jax.rl.evaluate import Evaluation, evaluate, held_out
+from forge_jax.rl.guard import Guard
 from forge_jax.rl.keeping import Keeper, Run
 from forge_jax.rl.loop import reinforce
 from forge_jax.rl.measure import mean
@@ -100,6 +101,7 @@ async def play(run: Run, start: Start) -> dict[str, Any] | None:
                 step_cfg=step_config(run.cfg, run.model, warm=False),
                 collector=collector,
                 engine=up.engine,
+                guard=Guard(run.cfg.protect, run.reporter.rows),
                 device=run.device,
                 on_step=keeper.keep,
                 base=start.base,
@@ -207,6 +209,7 @@ def summary_of(run: Run, keeper: Keeper, after: Evaluation) -> dict[str, Any]:
         "episodes": totals.episodes,
         "tokens_sampled": totals.tokens_sampled,
         "tokens_trained": totals.tokens_trained,
+        "updates_skipped": totals.updates_skipped,
         "tree_token_ratio": totals.tokens_total / max(1, totals.tokens_unique),
         "lag_mean": totals.lag_sum / max(1, totals.items),
         "lag_max": totals.lag_max,

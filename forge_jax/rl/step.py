@@ -3,9 +3,11 @@
 Padded `PackedTree`s and a `TrainState` go in; the next state, metrics and the log-prob of
 every trained occurrence come out. The denominator is the number of trained occurrences of
 the whole step, fixed before micro-batching, so loss and gradient depend neither on how
-samples were merged nor on how trees were packed.
+samples were merged nor on how trees were packed. Whether a step is taken is decided between its
+gradients and the optimiser, on numbers that all processes of a mesh hold alike.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +22,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from forge_jax.attention.plan import executed_pairs
-from forge_jax.config import OptimConfig
+from forge_jax.config import OptimConfig, Skip
 from forge_jax.models.lora import trained_of, tuned, with_trained
 from forge_jax.rl import balance, carry
 from forge_jax.rl.forward import (
@@ -43,7 +45,8 @@ from forge_jax.types import CarriedTree, MicroBatch, PackedTree
 class Updated:
     """What one update came to, on the host."""
 
-    stepped: bool  # False: no occurrence was trained and the state is as it was
+    stepped: bool  # False: skipped, or no occurrence was trained; the state is as it was
+    skipped: Skip | None = None
     loss: float
     grad_norm: float  # global L2 of the policy, before clipping
     metrics: dict[str, float]
@@ -62,6 +65,10 @@ class Gathered:
     logp: np.ndarray  # as in `Updated`
     index: np.ndarray
     seconds: float
+
+
+# judge(gathered, norm of the policy's gradient) gives why a step is not to be taken, or None.
+Judge = Callable[[Gathered, float], Skip | None]
 
 
 def differentiate(
@@ -169,11 +176,14 @@ def total(parts: Iterable[tuple[np.ndarray, Any, Metrics, Any, Any]], trained: i
     )
 
 
-def apply(
-    state: TrainState, grads: Any, cfg: OptimConfig, frozen: bool = False
-) -> tuple[TrainState, Float[Array, ""]]:
-    """One step of the optimiser; returns the norm of `grads` before
-    clipping, prediction modules aside.
+@jax.jit
+def norms(grads: Any) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Global L2 norm of `grads`, prediction modules aside, and with them."""
+    return optax.tree.norm(policy_of(grads)), optax.tree.norm(grads)
+
+
+def apply(state: TrainState, grads: Any, cfg: OptimConfig, frozen: bool = False) -> TrainState:
+    """One step of the optimiser.
 
     `state` is consumed; the next one lies on the devices as it did. With `frozen` prediction
     modules keep their weights, and the policy's are the same bits as without.
@@ -182,15 +192,12 @@ def apply(
 
 
 @partial(jax.jit, static_argnames=("cfg", "frozen"), donate_argnames=("state",))
-def _apply(
-    state: TrainState, grads: Any, cfg: OptimConfig, frozen: bool
-) -> tuple[TrainState, Float[Array, ""]]:
-    norm = optax.tree.norm(policy_of(grads))
+def _apply(state: TrainState, grads: Any, cfg: OptimConfig, frozen: bool) -> TrainState:
     updates, opt_state = optimizer(cfg).update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     if frozen:
         params |= {"mtp": state.params["mtp"]}
-    return TrainState(step=state.step + 1, params=params, opt_state=opt_state), norm
+    return TrainState(step=state.step + 1, params=params, opt_state=opt_state)
 
 
 def update(
@@ -199,12 +206,13 @@ def update(
     cfg: StepConfig,
     gather: Callable[[Any, Sequence[MicroBatch], StepConfig], Gathered] = gather,
     base: Any = None,
+    judge: Judge | None = None,
 ) -> tuple[TrainState, Updated]:
     """One update of `state`, which it consumes, from the micro-batches of a step.
 
     `gather` sums their gradients. With a `base`, which stays as it is, `state` is of its
-    adapters. Without a trained occurrence nothing is stepped: `state`
-    comes back as it is.
+    adapters. Nothing is stepped, and `state` comes back as it is, without a trained occurrence,
+    where loss or gradients are not finite, and where `judge` says so.
     """
     if not any(forest_of(part).n_occurrences for part in parts):
         return state, Updated(
@@ -219,18 +227,30 @@ def update(
     # One program of gradients, whether modules are frozen or not: the policy gets the same bits.
     measured = replace(cfg, mtp=replace(cfg.mtp, frozen=False))
     found = gather(tuned(base, state.params), parts, measured)
-    state, norm = apply(state, found.grads, cfg.optim, cfg.mtp.frozen)
-    if cfg.moe.balance == "bias":
-        state = replace(state, params=balance.shift(state.params, found.metrics.load, cfg.moe.rate))
+    norm, whole = map(float, jax.device_get(norms(found.grads)))
+    skipped: Skip | None = Skip.NON_FINITE
+    if math.isfinite(found.loss) and math.isfinite(whole):
+        skipped = judge(found, norm) if judge is not None else None
+    if skipped is None:
+        state = stepped(state, found, cfg)
     return state, Updated(
-        stepped=True,
+        stepped=skipped is None,
+        skipped=skipped,
         loss=found.loss,
-        grad_norm=float(norm),
+        grad_norm=norm,
         metrics=found.metrics.values(),
         logp=found.logp,
         index=found.index,
         seconds=found.seconds,
     )
+
+
+def stepped(state: TrainState, found: Gathered, cfg: StepConfig) -> TrainState:
+    """The state after the step that `found` leads to; consumes `state`."""
+    state = apply(state, found.grads, cfg.optim, cfg.mtp.frozen)
+    if cfg.moe.balance != "bias":
+        return state
+    return replace(state, params=balance.shift(state.params, found.metrics.load, cfg.moe.rate))
 
 
 def computed_tokens(part: MicroBatch) -> int:

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from forge_jax.agents.families import family_of
-from forge_jax.config import TrainConfig
+from forge_jax.config import ProtectConfig, TrainConfig
 from forge_jax.models.chat import Chat
+from forge_jax.rl.guard import Guard
 from forge_jax.rl.parallel import update
 from forge_jax.rl.prefetch import prefetch
 from forge_jax.rl.state import TrainState
@@ -32,16 +33,20 @@ def warm_start(
     base: Any = None,
 ) -> TrainState:
     """Steps `first` to `cfg.warm.steps` of imitation of what `samples` gives for each; `on_step`
-    is called after each. With a `base` its adapters are trained."""
+    is called after each. With a `base` its adapters are trained. Raises UserError where too many
+    steps in a row are not finite."""
 
     def plan(step: int) -> list[MicroBatch]:
         carry = not cfg.mtp.weight
         return micro_batches(samples(step), "tree", cfg.pack, mesh=cfg.mesh, carry=carry)
 
+    guard = Guard(ProtectConfig(most_skipped=cfg.protect.most_skipped))
     steps = range(first, cfg.warm.steps + 1)
     for step, trees in zip(steps, prefetch(plan, steps), strict=True):
         state, done = update(state, trees, step_cfg, base)
+        guard.row(done)
         on_step(step, state, done)
+        guard.check()
     return state
 
 

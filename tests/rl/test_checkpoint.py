@@ -23,8 +23,7 @@ def state(seed: int = 0) -> TrainState:
     key = jax.random.key(seed)
     params = {"w": jax.random.normal(key, (3, 2)), "layers": {"b": jnp.arange(4.0)}}
     grads = jax.tree.map(jnp.ones_like, params)
-    stepped, _ = apply(create(params, OPTIM), grads, OPTIM)
-    return stepped
+    return apply(create(params, OPTIM), grads, OPTIM)
 
 
 def test_state_and_cursors_come_back_exactly(tmp_path: Path) -> None:
@@ -99,7 +98,7 @@ def test_a_state_goes_from_layout_to_layout(tmp_path: Path) -> None:
         return create(jax.device_put(init(MODEL, jax.random.key(seed)), where), OPTIM)
 
     state = fresh(0, fsdp=8)
-    saved, _ = apply(state, jax.tree.map(jnp.ones_like, state.params), OPTIM)
+    saved = apply(state, jax.tree.map(jnp.ones_like, state.params), OPTIM)
     wanted = jax.device_get(saved)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, saved, {})
