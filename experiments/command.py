@@ -3,9 +3,13 @@
 A Hydra config goes in; progress goes to stderr, and the last line of stdout is one
 JSON object: what `main` returns, unless it returns None, having printed its own. Exit
 status: 0 done, 2 the caller's mistake, 1 a fault, 130 an interrupt (Ctrl-C or SIGTERM).
+
+In a multirun each job prints its object, or `{"error": ...}`. One that fails does not keep the
+others from running; the exit status is that of the first failure.
 """
 
 import functools
+import hashlib
 import json
 import os
 import re
@@ -13,12 +17,14 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -26,12 +32,48 @@ from forge_jax.config import UserError
 
 # The folder of a run: the one to continue, or else a fresh one.
 OmegaConf.register_new_resolver("run_folder", lambda resume, fresh: resume or fresh)
+# The folder of a job in its multirun: the same call finds it again.
+OmegaConf.register_new_resolver("run_name", lambda overrides: run_name(overrides))
+INTERRUPTED = 130
+LONGEST_NAME = 120  # characters of such a folder
 CONFIGS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "configs")
 
 # What the caller can mend; an unsupported case names the way out.
 MISTAKES = (UserError, NotImplementedError, HydraException, OmegaConfBaseException)
 
 Main = Callable[[dict[str, Any]], Mapping[str, Any] | None]
+
+
+class Ended(SystemExit):
+    """The end of the process, and the line that says why."""
+
+    code: int
+
+    def __init__(self, status: int, said: str):
+        super().__init__(status)
+        self.said = said
+
+
+class JobFailed(Exception):
+    """A job of a multirun that has ended with a status other than 0, and said why."""
+
+    def __init__(self, status: int, said: str):
+        super().__init__(status, said)
+        self.status, self.said = status, said
+
+
+def run_name(overrides: Iterable[str]) -> str:
+    """Overrides as the name of a folder, whatever their order: `sched.window=0,seed=1`.
+
+    `+experiment=NAME`, which the folder above is for, is left out.
+    """
+    plain = (override.lstrip("+").removeprefix("plain.") for override in overrides)
+    told = sorted(override for override in plain if not override.startswith("experiment="))
+    name = re.sub(r"[^\w.=,+-]", "_", ",".join(told)) or "default"
+    if len(name) <= LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{name[: LONGEST_NAME - 9]}-{digest}"
 
 
 def command(
@@ -49,7 +91,7 @@ def command(
         @hydra.main(version_base="1.3", config_path=CONFIGS, config_name=config_name)
         @functools.wraps(main)
         def entry(cfg: DictConfig) -> None:
-            with complaining():
+            with one_of_many(), complaining():
                 mapping = OmegaConf.to_container(
                     _unwrapped(cfg), resolve=True, throw_on_missing=True
                 )
@@ -90,6 +132,19 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 @contextmanager
+def one_of_many() -> Iterator[None]:
+    """A job of a multirun that ends badly inside raises JobFailed, and Hydra goes on to the next;
+    an interrupt ends all."""
+    try:
+        yield
+    except Ended as ended:
+        if HydraConfig.get().mode != RunMode.MULTIRUN or ended.code == INTERRUPTED:
+            raise
+        print(json.dumps({"error": ended.said}), flush=True)
+        raise JobFailed(int(ended.code), ended.said) from None
+
+
+@contextmanager
 def complaining(then: str = "") -> Iterator[None]:
     """Ends the process on what goes wrong inside: status 2 and one line on the caller's
     mistake, 1 and a trace on a fault, 130 on an interrupt; the last two lead to `then`.
@@ -99,7 +154,9 @@ def complaining(then: str = "") -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        _end(130, "interrupted", then)
+        _end(INTERRUPTED, "interrupted", then)
+    except JobFailed as job:
+        _end(job.status, f"a job of the multirun failed: {job.said}")
     except Exception as error:
         mistake = _mistake(error)
         if mistake is not None:
@@ -112,7 +169,7 @@ def complaining(then: str = "") -> Iterator[None]:
 
 def _end(status: int, *lines: str) -> NoReturn:
     print("\n".join(filter(None, lines)), file=sys.stderr, flush=True)
-    sys.exit(status)
+    raise Ended(status, lines[0].removeprefix("error: "))
 
 
 def _first(error: BaseException) -> BaseException:

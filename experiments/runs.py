@@ -1,7 +1,11 @@
-"""A training run's folder as a model: its configuration's sizes, its newest weights."""
+"""A training run's folder: what was asked for, whether it has ended, its weights as a model."""
 
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import closing
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -40,3 +44,38 @@ def run_model(folder: str | Path, fresh: LoadedModel) -> LoadedModel:
         state, _ = checkpoints.restore(step, create(trained, cfg.optim))
     params = merge(tuned(base, state.params), cfg.lora)
     return LoadedModel(cfg=fresh.cfg, params=params, chat=fresh.chat, name=f"{fresh.name}-{step}")
+
+
+def check_same(folder: Path, cfg: TrainConfig) -> None:
+    """Raises UserError, naming what differs, unless the run in `folder` is one of `cfg`."""
+    there, here = (
+        dict(_leaves(asdict(replace(one, resume=None)))) for one in (run_config(folder), cfg)
+    )
+    different = [
+        f"{key}={there.get(key)}, here {here.get(key)}"
+        for key in sorted(there.keys() | here.keys())
+        if there.get(key) != here.get(key)
+    ]
+    if different:
+        raise UserError(
+            f"{folder} holds a run of {'; '.join(different)}: give another folder, "
+            f"or resume={folder} to go on with that one"
+        )
+
+
+def summary_of(folder: Path) -> dict[str, Any] | None:
+    """The summary of a run that has taken all its steps; None before. Raises UserError."""
+    path = folder / "summary.json"
+    if not path.is_file():
+        return None
+    summary: dict[str, Any] = json.loads(path.read_text())
+    return summary if summary["steps"] == run_config(folder).steps else None
+
+
+def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested mappings by their dotted keys."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value

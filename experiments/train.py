@@ -2,10 +2,13 @@
 
     python -m experiments.train [task=hop|notes] [resume=RUN_DIR] [key=value ...]
 
-Writes config.yaml, metrics.jsonl, checkpoints/, pool/ (unless `pool` is elsewhere), curves.png,
-forest.png and summary.json to the run folder; the last line of stdout is the summary.
+Where its folder (hydra.run.dir, or a job's in a multirun) holds a run of the same settings already,
+that one goes on, or nothing is done if it has ended. Writes config.yaml, metrics.jsonl,
+checkpoints/, pool/ (unless `pool` is elsewhere), curves.png, forest.png and summary.json to the
+run folder; the last line of stdout is the summary.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from os.path import abspath
@@ -17,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.command import CONFIGS, command, complaining
 from experiments.models import resolve
+from experiments.runs import check_same, summary_of
 from forge_jax.config import TrainConfig, UserError, load
 from forge_jax.rl.forward import tiled
 from forge_jax.rl.report import write_whole
@@ -36,9 +40,13 @@ def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
     elif mapping["pool"] is not None:
         mapping |= {"pool": lasting(str(mapping["pool"]))}
     cfg = load(TrainConfig, mapping)
-    cfg = replace(cfg, pack=tiled(cfg.pack, cfg.attention, cfg.dtype))
     if cfg.resume is None and (folder / "config.yaml").exists():
-        raise UserError(f"hydra.run.dir={folder} holds a run already: resume={folder}")
+        check_same(folder, cfg)
+        ended = summary_of(folder)
+        if ended is not None:
+            print(f"{folder}: has ended already", file=sys.stderr)
+            return ended
+    cfg = replace(cfg, pack=tiled(cfg.pack, cfg.attention, cfg.dtype))
     if cfg.resume is not None and Path(cfg.resume).resolve() != folder.resolve():
         raise UserError(f"resume={cfg.resume} goes on in its own folder, not in {folder}")
     model = resolve(cfg.model, cfg.seed, mesh=mesh_from(cfg.mesh))

@@ -6,16 +6,19 @@ Runs are tiny (a few updates of two groups), synchronous where they are compared
 import json
 import os
 import re
+import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from refusals import refused
+from refusals import QUIET, refused
 from train_command import SYNCHRONOUS, TINY, finish, kill_after, rows, start
 
 from experiments import command
+from experiments.runs import summary_of
 from experiments.train import continued, main
 from forge_jax.config import UserError
 from forge_jax.sched.pool import Pool
@@ -76,7 +79,8 @@ def test_a_killed_synchronous_run_continues_to_the_same_numbers(
     folder = tmp_path / "run"
     run = start(*SYNCHRONOUS, f"hydra.run.dir={folder}")
     kill_after(run, folder, step=int(rng.integers(1, 4)), delay=float(rng.random() * 0.3))
-    summary = finish(start(f"resume={folder}"))
+    again = (f"resume={folder}",) if seed else (*SYNCHRONOUS, f"hydra.run.dir={folder}")
+    summary = finish(start(*again))
     want = json.loads((calm / "summary.json").read_text())
     for timing in ("seconds", "run_dir"):
         summary.pop(timing), want.pop(timing)
@@ -108,12 +112,33 @@ def test_an_asynchronous_run_killed_again_and_again_counts_exactly(tmp_path: Pat
     assert sampled == sum(row["tokens_sampled"] for row in rows(folder))
 
 
+def test_the_same_call_again_finds_the_run_ended(
+    calm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {path: path.stat().st_mtime_ns for path in calm.rglob("*.json*")}
+    monkeypatch.setattr(sys, "argv", ["train", *QUIET, *SYNCHRONOUS, f"hydra.run.dir={calm}"])
+    main()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert json.loads(last) == json.loads((calm / "summary.json").read_text())
+    assert {path: path.stat().st_mtime_ns for path in calm.rglob("*.json*")} == files
+
+
+def test_a_run_with_steps_to_come_has_not_ended(tmp_path: Path, calm: Path) -> None:
+    config = OmegaConf.load(calm / "config.yaml")
+    OmegaConf.save(OmegaConf.merge(config, {"steps": 9}), tmp_path / "config.yaml")
+    shutil.copy(calm / "summary.json", tmp_path)
+    assert summary_of(calm) is not None
+    assert summary_of(tmp_path) is None
+
+
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_run_keeps_to_its_own_folder(tmp_path: Path, calm: Path, resume: bool) -> None:
     before = (calm / "config.yaml").read_bytes()
     elsewhere = (f"resume={calm}", f"hydra.run.dir={tmp_path}/run")
     overrides = elsewhere if resume else ("seed=7", f"hydra.run.dir={calm}")
-    assert f"resume={calm}" in refused(main, *overrides)
+    line = refused(main, *overrides)
+    assert f"resume={calm}" in line
+    assert resume or "seed=0, here 7" in line
     assert (calm / "config.yaml").read_bytes() == before
 
 
