@@ -9,7 +9,7 @@ import numpy as np
 from forge_jax.agents.black_box import black_box
 from forge_jax.agents.mcp import mcp_agent
 from forge_jax.agents.protocol import Agent, ScriptedCall, Workspace
-from forge_jax.agents.tasks import calc, hop, hop_files, hop_tool, notes, qa
+from forge_jax.agents.tasks import calc, desk, hop, hop_files, hop_tool, notes, qa
 from forge_jax.config import UserError
 from forge_jax.programs import ProgramConfig
 from forge_jax.tool_servers import ToolsConfig
@@ -32,7 +32,7 @@ class Family(Protocol):
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {"calc": calc, "hop": hop, "hop_tool": hop_tool, "notes": notes, "qa": qa}
+    {"calc": calc, "desk": desk, "hop": hop, "hop_tool": hop_tool, "notes": notes, "qa": qa}
 )
 
 

@@ -28,6 +28,13 @@ def strict(tool: Tool) -> bool:
 
 def calls(tools: Sequence[Tool], form: str, parallel: bool) -> list[str]:
     """The rules of replies that are calls and nothing else. Raises ApiError(400)."""
+    if form == "lookup" and len(tools) > 1:
+        names = " | ".join(quoted(tool["function"]["name"]) for tool in tools)
+        return [
+            "calls: " + quoted("?") + " name VALUES?",
+            f"name: {names}",
+            "VALUES: /( [^ \\n]+)+/",
+        ]
     if form == "lookup":
         function = tools[0]["function"]
         if first_parameter(function) is None:

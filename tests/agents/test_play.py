@@ -1,7 +1,9 @@
 """Scripted play reads like live play, errs as often as it says, and repeats."""
 
 import asyncio
+import copy
 import itertools
+import json
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from stand_in_server import completion, replies, stand_in
 from forge_jax.agents.families import FAMILIES, family_of
 from forge_jax.agents.protocol import ScriptedCall
 from forge_jax.agents.split import draw_from, held_out
-from forge_jax.agents.tasks import calc, hop, notes, qa
+from forge_jax.agents.tasks import calc, desk, hop, notes, qa
 from forge_jax.agents.white_box import ToolLoop, WindowLoop
 from forge_jax.models.chat import built_in
 from forge_jax.types import Task
@@ -19,15 +21,24 @@ from forge_jax.types import Task
 LOOKUP = built_in("lookup")
 PERFECT: dict[str, Any] = {
     "calc": calc.Noise(early=0.0, wrong=0.0),
+    "desk": desk.Noise(wrong=0.0, lazy=0.0),
     "hop": hop.Noise(early=0.0, wrong=0.0),
     "hop_tool": hop.Noise(early=0.0, wrong=0.0),
     "notes": notes.Noise(forget=0.0),
     "qa": qa.Noise(misread=0.0),
 }
 # hop_tool is hop, but for what a program is told.
-MODULES: dict[str, Any] = {"calc": calc, "hop": hop, "hop_tool": hop, "notes": notes, "qa": qa}
+MODULES: dict[str, Any] = {
+    "calc": calc,
+    "desk": desk,
+    "hop": hop,
+    "hop_tool": hop,
+    "notes": notes,
+    "qa": qa,
+}
 WORLDS: dict[str, Any] = {
     "calc": calc.Calc,
+    "desk": desk.Desk,
     "hop": hop.Hop,
     "hop_tool": hop.Hop,
     "notes": notes.Notes,
@@ -40,7 +51,16 @@ def text(call: ScriptedCall) -> str:
 
 
 def reward(world: Any, calls: tuple[ScriptedCall, ...]) -> float:
-    return asyncio.run(world.score(calls[-1].reply.get("content", "")))
+    """What an agent gets that makes these calls, in a world of its own."""
+    world = copy.deepcopy(world)
+
+    async def played() -> float:
+        for asked in (one for call in calls for one in call.reply.get("tool_calls", ())):
+            await world.call(asked["function"]["name"], json.loads(asked["function"]["arguments"]))
+        score: float = await world.score(calls[-1].reply.get("content", ""))
+        return score
+
+    return asyncio.run(played())
 
 
 def scripted(family: str, seed: int, noise: Any) -> tuple[Any, tuple[ScriptedCall, ...]]:
@@ -75,7 +95,7 @@ def test_a_perfect_script_wins_in_the_fewest_calls(seed: int) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_script_wins_as_often_as_it_is_meant_to(family: str) -> None:
     noise = MODULES[family].NOISE
-    won = [reward(*scripted(family, seed, noise)) for seed in range(1500)]
+    won = [reward(*scripted(family, seed, noise)) for seed in range(400)]
     assert 0.55 < np.mean(won) < 0.7
 
 
@@ -91,7 +111,7 @@ def test_play_repeats_and_is_one_sample_a_call(family: str) -> None:
             assert text(call)[len(prompt) :].count("\n") == 1
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "desk"])
 def test_play_is_on_training_content(family: str) -> None:
     for seed in range(100):
         calls = MODULES[family].play(np.random.default_rng(seed), PERFECT[family])

@@ -245,6 +245,34 @@ def test_the_lookup_format_has_its_own_calls() -> None:
         assert json.loads(call.arguments)["key"]
 
 
+def test_the_lookup_format_names_one_of_several_tools() -> None:
+    called = set()
+    other: Tool = {**LOOK, "function": {**LOOK["function"], "name": "other"}}
+    for seed in range(12):
+        grammar = grammar_of(talk(LOOK, other, must=True), None, "lookup")
+        (call,) = read(drawn(grammar, seed, stop=NEWLINE), "lookup", (LOOK, other))
+        assert isinstance(call, ToolCall)
+        called.add(call.name)
+    assert called == {"look", "other"}
+
+
+def test_the_lookup_format_types_the_values_of_a_call() -> None:
+    move = {"x": {"type": "integer"}, "to": {"type": "string"}}
+    function = {"name": "move", "parameters": {"type": "object", "properties": move}}
+    tools = (LOOK, {"type": "function", "function": function})
+    for text, name, arguments in (
+        ("?move 7 New York\n", "move", {"x": 7, "to": "New York"}),
+        ("?move far\n", "move", {"x": "far"}),
+        ("?move\n", "move", {}),
+        ("?look a b\n", "look", {"key": "a b"}),
+        ("?gone 1\n", "gone", {}),
+    ):
+        (call,) = read(text, "lookup", tools)
+        assert isinstance(call, ToolCall)
+        assert (call.name, json.loads(call.arguments)) == (name, arguments)
+    assert read("? 7\n", "lookup", tools) == ["? 7\n"]
+
+
 def test_the_lookup_format_calls_the_tool_that_was_asked_for() -> None:
     async def test() -> None:
         chat, other = chat_of("lookup"), {**LOOK, "function": {**LOOK["function"], "name": "other"}}

@@ -36,7 +36,7 @@ def parser_for(form: str, tools: Sequence[Tool], prefix: str) -> ReplyParser:
     if not tools:
         return PlainText()
     if form == "lookup":
-        return LookupParser(tools[0]["function"], prefix)
+        return LookupParser(tools, prefix)
     return BlockParser(format_of(form, tools), prefix)
 
 

@@ -1,26 +1,32 @@
-"""A line ``?VALUE``: a call of the first tool with VALUE as its first parameter."""
+"""A line ``?VALUE``: a call of the one tool with VALUE as its first parameter.
 
-from collections.abc import Mapping
+Where several tools are offered the line is ``?NAME VALUE VALUE``, values in the order of the
+parameters; the last parameter takes the rest of the line.
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forge_jax.gateway.messages import Piece, ToolCall, compact
+from forge_jax.gateway.parsers.typed import Tool, schemas_of, typed
 
 
 class LookupParser:
     """The call of one reply; a reply that does not begin with a question mark is content."""
 
-    def __init__(self, function: Mapping[str, Any], prefix: str):
+    def __init__(self, tools: Sequence[Tool], prefix: str):
         self.malformed = 0
-        self._name: str = function["name"]
-        self._parameter = first_parameter(function)
+        self._tools = tools
         self._prefix = prefix
+        self._parameter = first_parameter(tools[0]["function"])  # of the only tool
+        self._callable = len(tools) > 1 or self._parameter is not None
         self._text: str | None = ""  # None: the reply is content
 
     def feed(self, text: str) -> list[Piece]:
         if self._text is None:
             return [text] if text else []
         self._text += text
-        if not self._text or (self._text[0] == "?" and self._parameter is not None):
+        if not self._text or (self._text[0] == "?" and self._callable):
             return []
         content, self._text = self._text, None
         return [content]
@@ -29,9 +35,22 @@ class LookupParser:
         if not self._text:
             return []
         line, _, rest = self._text.partition("\n")
-        arguments = compact({self._parameter: line[1:]})
-        call = ToolCall(id=f"{self._prefix}_0", name=self._name, arguments=arguments)
+        name, arguments = self._read(line[1:])
+        if not name:
+            self.malformed += 1
+            return [self._text]
+        call = ToolCall(id=f"{self._prefix}_0", name=name, arguments=compact(arguments))
         return [call, rest] if rest else [call]
+
+    def _read(self, line: str) -> tuple[str, dict[str, Any]]:
+        """Name and arguments of a call; of a tool that is not offered, no arguments."""
+        if len(self._tools) == 1 and self._parameter is not None:
+            return self._tools[0]["function"]["name"], {self._parameter: line}
+        name, _, values = line.partition(" ")
+        schemas, whole = schemas_of(self._tools, name)
+        texts = values.split(" ", max(len(schemas) - 1, 0)) if values else []
+        pairs = zip(schemas.items(), texts, strict=False)
+        return name, {key: typed(text, schema, whole) for (key, schema), text in pairs}
 
 
 def first_parameter(function: Mapping[str, Any]) -> str | None:
