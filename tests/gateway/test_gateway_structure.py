@@ -247,7 +247,7 @@ def test_the_lookup_format_has_its_own_calls() -> None:
 
 def test_the_lookup_format_names_one_of_several_tools() -> None:
     called = set()
-    other: Tool = {**LOOK, "function": {**LOOK["function"], "name": "other"}}
+    other = {**LOOK, "function": {**LOOK["function"], "name": "other"}}
     for seed in range(12):
         grammar = grammar_of(talk(LOOK, other, must=True), None, "lookup")
         (call,) = read(drawn(grammar, seed, stop=NEWLINE), "lookup", (LOOK, other))

@@ -195,10 +195,11 @@ def script(world: Desk, rng: np.random.Generator, noise: Noise) -> tuple[Scripte
     def act(name: str, arguments: Mapping[str, Any]) -> None:
         nonlocal context
         function = {"name": name, "arguments": json.dumps(arguments)}
-        asked = {"id": f"call_{len(calls)}", "type": "function", "function": function}
+        called = f"call_{len(calls)}"
+        asked = {"id": called, "type": "function", "function": function}
         reply: Message = {"role": "assistant", "tool_calls": [asked]}
         calls.append(ScriptedCall(messages=context.messages, tools=world.tools, reply=reply))
-        context = context.append(reply, tool_message(asked["id"], use(state, name, arguments)))
+        context = context.append(reply, tool_message(called, use(state, name, arguments)))
 
     for wish in world.wishes:
         customer = state.orders[wish.order].customer
