@@ -17,6 +17,11 @@ SHORT = {
         "sched.in_flight=4 sched.window=2 rollout.slots=16",
         "summary.json",
     ),
+    "scheduling": (
+        "workloads=[lognormal] policies=[fifo,greedy,tuned] in_flight=8 batch=4 updates=10 "
+        "horizon=10",
+        "window.json",
+    ),
     "prefix_tree": ("workloads=[micro] model=micro steps=1 contexts=[64]", "bench/rows.json"),
 }
 
