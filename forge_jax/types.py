@@ -152,6 +152,8 @@ class Turn:
     support: Support | None = None  # of each output token, as in `Chunk`
     malformed: int = 0  # tool calls begun in the output that its format does not read
     lineage: Lineage | None = None  # what it took over from earlier calls; None: not recorded
+    refused: int = 0  # tool calls of the output that no offered tool takes, by name and schema
+    agent: str = ""  # of the episode that made the call, as it named itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +184,8 @@ class Outcome:
     reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)  # "turns", "tool_seconds", ...
     error: str = ""  # why it is not COMPLETED
+    # Of agents that have a reward of their own in place of `reward`, by `Turn.agent`.
+    agents: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def valid(self) -> bool:

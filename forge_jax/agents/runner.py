@@ -75,8 +75,10 @@ def _checked(outcome: Outcome) -> Outcome:
     if not isinstance(outcome, Outcome):
         text = f"the agent returned {outcome!r}, not an Outcome"
         return Outcome(status=Status.AGENT_FAILED, error=text)
-    if not math.isfinite(outcome.reward):
+    for reward in (outcome.reward, *outcome.agents.values()):
+        if math.isfinite(reward):
+            continue
         # It would turn every advantage of its group, and then every weight, into NaN.
-        text = f"reward={outcome.reward} is not a finite number"
+        text = f"reward={reward} is not a finite number"
         return Outcome(status=Status.ENVIRONMENT_FAILED, error=text, metrics=outcome.metrics)
     return outcome

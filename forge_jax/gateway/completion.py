@@ -16,6 +16,7 @@ from forge_jax.drawing import Support, joined
 from forge_jax.gateway.messages import Message, Piece, Thought, ToolCall
 from forge_jax.gateway.parsers.protocol import ReplyParser
 from forge_jax.gateway.parsers.thoughts import END_THINK, opens_thought
+from forge_jax.gateway.refusals import refused
 from forge_jax.gateway.text import TextReader
 from forge_jax.models.tokenizer import Tokenizer
 from forge_jax.types import NO_ROUTE, Chunk, Facts, Finish, Lineage, PromptLogprobs, Request, Turn
@@ -90,6 +91,7 @@ class Completion:
         """Lets go of all but the record and the reply, once the call was answered."""
         # Read from the chunks, and kept.
         _ = self.output, self.logprobs, self.versions, self.routes, self.support, self.message
+        _ = self.refused
         self._chunks, self.pieces = [], []
         self.request = replace(self.request, facts=Facts())
         del self._reader, self._parser
@@ -103,6 +105,11 @@ class Completion:
         calls = tuple(piece for piece in self.pieces if isinstance(piece, ToolCall))
         thought = "".join(piece.text for piece in self.pieces if isinstance(piece, Thought))
         return Message(role="assistant", content=content, calls=calls, thought=thought)
+
+    @functools.cached_property
+    def refused(self) -> int:
+        """How many tool calls of the reply no offered tool takes."""
+        return refused(self.message.calls, self.request.facts.tools)
 
     @functools.cached_property
     def output(self) -> np.ndarray:
@@ -170,7 +177,7 @@ class Completion:
         first and the last that differ."""
         return differing(self.output, np.array(self._tokenizer.encode(self.raw_text), np.int32))
 
-    def turn(self, parents: Mapping[Place, int], arrived: float, opened: float) -> Turn:
+    def turn(self, parents: Mapping[Place, int], arrived: float, opened: float, agent: str) -> Turn:
         """The record of this completion; `parents` numbers the turns of the session."""
         return Turn(
             prompt=self.request.prompt,
@@ -187,6 +194,8 @@ class Completion:
             support=self.support,
             malformed=self.malformed,
             lineage=self.lineage,
+            refused=self.refused,
+            agent=agent,
         )
 
 

@@ -27,11 +27,11 @@ from forge_jax.gateway.exchange import (
 )
 from forge_jax.gateway.fields import parse_object
 from forge_jax.gateway.history import Prompt, write_prompt
-from forge_jax.gateway.identity import headers_of, session_name
+from forge_jax.gateway.identity import headers_of, session_hints, session_name
 from forge_jax.gateway.messages import Conversation
 from forge_jax.gateway.parsers.formats import reply_parser
 from forge_jax.gateway.parsers.protocol import PlainText, ReplyParser
-from forge_jax.gateway.session import Session, request_digest, session_hints
+from forge_jax.gateway.session import Session, request_digest
 from forge_jax.gateway.structure import schema_of
 from forge_jax.gateway.wire import Wire
 from forge_jax.models.chat import TemplateError

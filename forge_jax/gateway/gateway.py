@@ -182,6 +182,8 @@ def _recorded(session: Session) -> list[Mapping[str, Any]]:
             "queue_seconds": turn.queue_seconds,
             "temperature": turn.temperature,
             "malformed": turn.malformed,
+            "refused": turn.refused,
+            "agent": turn.agent,
             "hints": call.hints,
             "branch": completion.lineage.branch,
             "redone_tokens": completion.lineage.redone,

@@ -14,6 +14,20 @@ from forge_jax.gateway.errors import ApiError
 MOST_NAME = 2048  # characters of a session's name: keys name sessions, and some are tokens
 VERSION = "/v1"  # of the API, with which some clients' base URLs end and which others add
 MOST_HEADERS = 64 * 2**10  # bytes of all headers of a request
+AGENT = "x-forge-agent"  # which agent of its session makes a call
+HINTS = (  # what clients say of their sessions in headers of their own
+    AGENT,
+    "x-session-id",
+    "x-session-affinity",
+    "x-parent-session-id",
+    "session-id",
+    "thread-id",
+    "x-codex-window-id",
+    "x-codex-turn-metadata",
+    "x-claude-code-session-id",
+    "x-claude-code-agent-id",
+    "x-claude-code-parent-agent-id",
+)
 
 
 def session_name(scope: Scope, headers: Mapping[str, str]) -> str | None:
@@ -64,3 +78,13 @@ def headers_of(scope: Scope) -> dict[str, str]:
     if sum(len(name) + len(value) for name, value in raw) > MOST_HEADERS:
         raise ApiError(431, f"the headers have more than {MOST_HEADERS} bytes")
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in raw}
+
+
+def session_hints(headers: Mapping[str, str]) -> dict[str, str]:
+    """What clients say of their sessions in headers of their own."""
+    return {name: headers[name] for name in HINTS if name in headers}
+
+
+def agent_of(hints: Mapping[str, str]) -> str:
+    """Which agent of the session made a call, as it named itself; "" if it did not."""
+    return hints.get(AGENT) or hints.get("x-claude-code-agent-id", "")

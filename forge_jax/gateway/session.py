@@ -21,6 +21,7 @@ from forge_jax.gateway.budget import Spending
 from forge_jax.gateway.call import Call
 from forge_jax.gateway.completion import Completion, Place, common_prefix
 from forge_jax.gateway.history import Prompt
+from forge_jax.gateway.identity import agent_of
 from forge_jax.gateway.messages import Message
 from forge_jax.gateway.replies import Replies
 from forge_jax.gateway.stored import StoredResponses, response_id
@@ -249,7 +250,10 @@ class Session:
             if completion.finish is not None
         ]
         parents = {completion.place: i for i, (_, completion) in enumerate(ended)}
-        return [(call, c, c.turn(parents, call.arrived, self.opened)) for call, c in ended]
+        return [
+            (call, c, c.turn(parents, call.arrived, self.opened, agent_of(call.hints)))
+            for call, c in ended
+        ]
 
 
 def ended(call: Call) -> list[Completion]:
@@ -277,22 +281,3 @@ def request_digest(path: str, body: Mapping[str, Any]) -> bytes:
     asked = {name: value for name, value in body.items() if name not in DELIVERY}
     text = json.dumps(asked, sort_keys=True).encode()
     return hashlib.blake2b(text, digest_size=16, person=path.encode()[-16:]).digest()
-
-
-def session_hints(headers: Mapping[str, str]) -> dict[str, str]:
-    """What clients say of their sessions in headers of their own."""
-    return {name: headers[name] for name in HINTS if name in headers}
-
-
-HINTS = (
-    "x-session-id",
-    "x-session-affinity",
-    "x-parent-session-id",
-    "session-id",
-    "thread-id",
-    "x-codex-window-id",
-    "x-codex-turn-metadata",
-    "x-claude-code-session-id",
-    "x-claude-code-agent-id",
-    "x-claude-code-parent-agent-id",
-)

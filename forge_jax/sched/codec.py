@@ -24,9 +24,9 @@ from forge_jax.drawing import Support
 from forge_jax.types import Branch, Episode, Finish, Lineage, Outcome, Rule, Status, Task, Turn
 
 MAGIC = b"FJEP"
-VERSION = 5
-# 1: before turns had routes, 2: supports, 3: malformed calls, 4: a lineage
-READABLE = (1, 2, 3, 4, VERSION)
+VERSION = 6
+# 1: before turns had routes, 2: supports, 3: malformed calls, 4: a lineage, 5: agents
+READABLE = (1, 2, 3, 4, 5, VERSION)
 _PREFIX = struct.Struct("<4sHQQ16s")  # magic, version, header bytes, body bytes, digest
 _ALIGN = 8
 
