@@ -5,9 +5,10 @@ wrong (a bad call, no end, no answer) costs it reward and is never an error; wha
 world does wrong is an EnvironmentFault; what the server does wrong propagates.
 """
 
+import asyncio
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,8 @@ class Tally:
     completion_tokens: int = 0  # of those, as the server counts them
     tool_calls: int = 0
     malformed_calls: int = 0  # of those, the ones no tool could take
-    tool_seconds: float = 0.0
+    tool_seconds: float = 0.0  # of every call by itself
+    tool_path_seconds: float = 0.0  # in which at least one ran
     wipes: int = 0  # of the context
     unfinished: int = 0  # 1: the last reply was cut off at its limit
 
@@ -66,9 +68,8 @@ class ToolLoop:
                     return tally.outcome(await world.score(choice.message.content or ""))
             reply = choice.message.model_dump(exclude_none=True)
             context = context.append(reply)
-            for call in reply["tool_calls"]:
-                result = await use_tool(world, call, tally)
-                context = context.append(tool_message(call["id"], result))
+            results = await use_tools(world, reply["tool_calls"], tally)
+            context = context.append(*results)
         return tally.outcome(0.0)
 
 
@@ -131,6 +132,21 @@ async def ask(
     tally.turns += 1
     tally.completion_tokens += completion.usage.completion_tokens if completion.usage else 0
     return completion.choices[0]
+
+
+async def use_tools(
+    world: Environment, calls: Sequence[dict[str, Any]], tally: Tally
+) -> list[Message]:
+    """What answers the calls of one reply, in their order; they run at once."""
+    began = time.perf_counter()
+    running = [asyncio.ensure_future(use_tool(world, call, tally)) for call in calls]
+    try:
+        results = await asyncio.gather(*running)
+    finally:  # where one raised, none of the others goes on
+        for one in running:
+            one.cancel()
+        tally.tool_path_seconds += time.perf_counter() - began
+    return [tool_message(call["id"], text) for call, text in zip(calls, results, strict=True)]
 
 
 async def use_tool(world: Environment, call: dict[str, Any], tally: Tally) -> str:

@@ -9,8 +9,10 @@ import pytest
 from stand_in_server import Refusal, calls, completion, replies, says, stand_in
 
 from forge_jax.agents.families import agent_of
+from forge_jax.agents.protocol import Message, Tool
 from forge_jax.agents.runner import run_episode
 from forge_jax.agents.tasks import hop, notes
+from forge_jax.agents.white_box import ToolLoop
 from forge_jax.types import Outcome, Status, Task
 
 HOP, NOTES = Task(family="hop", seed=5), Task(family="notes", seed=5)
@@ -154,3 +156,62 @@ def test_many_at_once_keep_their_conversations_apart() -> None:
     assert [o.reward for o in outcomes] == [1.0] * len(tasks)
     chains = [hop.world_of(task).chain for task in tasks]
     assert [o.metrics["turns"] for o in outcomes] == [len(chain) for chain in chains]
+
+
+class Meeting:
+    """A world whose tool answers once it was called `size` times, the last call first."""
+
+    messages: tuple[Message, ...] = ({"role": "user", "content": "meet"},)
+    tools: tuple[Tool, ...] = ()
+
+    def __init__(self, size: int):
+        self.left = size
+        self.all_here = asyncio.Event()
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        self.left -= 1
+        if not self.left:
+            self.all_here.set()
+        await asyncio.wait_for(self.all_here.wait(), 5.0)
+        if arguments["number"] == 9:
+            raise KeyError("the world breaks")
+        await asyncio.sleep(0.01 / (1 + arguments["number"]))
+        return str(arguments["number"])
+
+    async def score(self, answer: str) -> float:
+        return 1.0
+
+
+def meet(*numbers: int) -> tuple[Outcome, list[Mapping[str, Any]]]:
+    several = calls("come", "")
+    several = several | {
+        "tool_calls": [
+            calls("come", json.dumps({"number": number}))["tool_calls"][0]
+            | {"id": f"call_{number}"}
+            for number in numbers
+        ]
+    }
+
+    async def run() -> tuple[Outcome, list[Mapping[str, Any]]]:
+        answer, bodies = replies(completion(several, "tool_calls"), completion(says("!")))
+        agent = ToolLoop(start=lambda _: Meeting(len(numbers)), max_turns=3, max_tokens=9)
+        async with stand_in(answer) as client:
+            return await run_episode(agent, HOP, client, "m", 20.0), bodies
+
+    return asyncio.run(run())
+
+
+def test_calls_of_one_reply_run_at_once_and_are_answered_in_order() -> None:
+    outcome, bodies = meet(0, 1, 2)
+    assert outcome.reward == 1.0
+    results = [m for m in bodies[1]["messages"] if m["role"] == "tool"]
+    assert [(m["tool_call_id"], m["content"]) for m in results] == [
+        (f"call_{number}", str(number)) for number in range(3)
+    ]
+    # What parallel calls cost is the time in which any of them ran.
+    assert 0 < outcome.metrics["tool_path_seconds"] < outcome.metrics["tool_seconds"]
+
+
+def test_a_world_that_breaks_in_one_call_ends_the_others() -> None:
+    outcome, _ = meet(0, 9)
+    assert outcome.status is Status.ENVIRONMENT_FAILED
