@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from forge_jax.rl.credit import leave_one_out, why_left_out
+from forge_jax.rl.credit import credited, why_left_out
 from forge_jax.types import Episode, Turn
 
 Row = dict[str, Any]
@@ -66,12 +66,9 @@ SCHEMA = pa.schema(list((EPISODE_COLUMNS | TURN_COLUMNS).items()))
 
 def rows_of(group: Sequence[Episode]) -> Iterator[Row]:
     """The calls of a group. `left_out` is why a trainer learns nothing from a call, null if it
-    does; `advantage` is that of the episode, null where it has none."""
-    rewards = np.array([episode.outcome.reward for episode in group], np.float64)
-    valid = np.array([episode.outcome.valid for episode in group], bool)
-    advantages = leave_one_out(rewards, valid)
-    for index, episode in enumerate(group):
-        counts = advantages is not None and bool(valid[index])
+    does; `advantage` is what it has by the outcome alone, null where it has none."""
+    [credit] = credited([group])
+    for episode, values in zip(group, credit, strict=True):
         shared = {
             "item": episode.item,
             "replica": episode.replica,
@@ -82,11 +79,12 @@ def rows_of(group: Sequence[Episode]) -> Iterator[Row]:
             "error": _text(episode.outcome.error),
             "metrics": json.dumps(dict(episode.outcome.metrics)),
             "reward": episode.outcome.reward,
-            "advantage": float(advantages[index]) if counts else None,  # type: ignore[index]
         }
         for number, turn in enumerate(episode.turns):
-            why = why_left_out(turn, episode.outcome, constant=advantages is None)
-            label = {"turn": number, "left_out": _plain(why)}
+            none = bool(np.isnan(values[number]))
+            why = why_left_out(turn, episode.outcome, constant=none)
+            own = None if none else float(values[number])
+            label = {"turn": number, "left_out": _plain(why), "advantage": own}
             yield shared | label | {name: _plain(_value(turn, name)) for name in TURN_COLUMNS}
 
 

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from forge_jax.crediting import CreditConfig as CreditConfig
+from forge_jax.crediting import FaultConfig as FaultConfig
+from forge_jax.crediting import RewardConfig as RewardConfig
 from forge_jax.drawing import COLDEST, HOTTEST
 from forge_jax.loading import UserError as UserError
 from forge_jax.loading import check as check
@@ -173,6 +176,8 @@ class TrainConfig:
     external: ExternalConfig = field(default_factory=ExternalConfig)
     warm: WarmConfig = field(default_factory=WarmConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    credit: CreditConfig = field(default_factory=CreditConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     sched: SchedConfig = field(default_factory=SchedConfig)
     protect: ProtectConfig = field(default_factory=ProtectConfig)  # of the weights

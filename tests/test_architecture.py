@@ -20,9 +20,10 @@ MAY_IMPORT = {
     "programs": {"loading"},
     "tool_servers": {"loading", "programs"},
     "stores": set(),
+    "crediting": {"loading"},
     "config": {
-        "drawing", "loading", "parts", "protection", "rolling", "scheduling", "programs",
-        "tool_servers",
+        "crediting", "drawing", "loading", "parts", "protection", "rolling", "scheduling",
+        "programs", "tool_servers",
     },
     "trees": set(),
     "sharding": {"config", "trees"},
@@ -42,9 +43,8 @@ MAY_IMPORT = {
     },
 }  # fmt: skip
 JAX_FREE = {
-    "drawing", "lineage", "types", "loading", "parts", "protection", "rolling", "scheduling",
-    "programs",
-    "tool_servers", "config", "stores", "gateway", "agents", "sched",
+    "crediting", "drawing", "lineage", "types", "loading", "parts", "protection", "rolling",
+    "scheduling", "programs", "tool_servers", "config", "stores", "gateway", "agents", "sched",
 }  # fmt: skip
 
 

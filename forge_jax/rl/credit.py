@@ -1,24 +1,25 @@
-"""From the episodes of one group to training samples with advantages.
+"""From the episodes of groups to training samples with advantages.
 
-Advantages are computed per *episode*, never per sample: every call of episode i
-carries R_i minus the mean reward of its siblings (leave-one-out, so the baseline
-does not depend on episode i and adds no bias; RLOO, arXiv 2402.14740). Episodes that
-are not valid leave both loss and baseline. Invariant: of any group, tokens sampled =
+Advantages are computed per *episode*, never per sample: a call carries its episode's return from
+there on minus a baseline made of the episode's siblings, however the calls are cut into samples.
+Episodes that are not valid leave both loss and baseline. Invariant: of any group, tokens sampled =
 tokens trained + tokens left out, each of these for one reason.
 """
 
 import dataclasses
 import enum
+import math
 from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
 from forge_jax.drawing import LOST, joined, nothing_of
+from forge_jax.rl.advantages import BASELINES, advantages, constant, deviation, step_advantages
+from forge_jax.rl.rewards import OUTCOME, Part, Scorer, agents_of, counts, part, seen_returns
 from forge_jax.types import Episode, Finish, Outcome, Sample, Status, Turn
 
-# Rewards of a group closer than this are equal: the group says nothing.
-EQUAL = 1e-6
+Credit = tuple[np.ndarray, ...]  # of each episode of a group, f64[calls]; NaN: no advantage
 
 
 class LeftOut(enum.StrEnum):
@@ -30,21 +31,86 @@ class LeftOut(enum.StrEnum):
     TIMED_OUT = Status.TIMED_OUT.value
     EXPIRED = Status.EXPIRED.value
     GREEDY = "greedy"  # drawn at temperature 0: there is no log-prob to learn from
-    CONSTANT_GROUP = "constant_group"  # its rewards are equal, or less than two count
+    CONSTANT_GROUP = "constant_group"  # its returns are equal, or less than two count
     SUPPORT = "unreproducible_support"  # what they were drawn from cannot be made again
 
 
-def leave_one_out(rewards: np.ndarray, valid: np.ndarray) -> np.ndarray | None:
-    """Rewards f64[G] minus the mean over the other valid episodes; 0 where not valid.
+def credited(groups: Sequence[Sequence[Episode]], scorer: Scorer = OUTCOME) -> list[Credit]:
+    """For each group and episode the advantages of its calls, f64[len(turns)]; NaN: none.
 
-    None where the group carries no signal: fewer than two valid episodes, or all
-    their rewards equal to within `EQUAL`.
+    None has a call of an episode that does not count, and of a group without signal: fewer than
+    two episodes that count, or their returns all equal to within `EQUAL`. An agent with a
+    reward of its own is credited from that, against the same agent of the siblings.
     """
-    kept = rewards[valid]
-    if len(kept) < 2 or kept.max() - kept.min() <= EQUAL:
+    found = [tuple(np.full(len(e.turns), np.nan) for e in group) for group in groups]
+    shares = [
+        share
+        for group, into in zip(groups, found, strict=True)
+        for label in agents_of(group)
+        if (share := _share(group, into, label, scorer)) is not None
+    ]
+    for share in shares:
+        divisor = _divisor(share, shares, scorer.credit.scale)
+        for one, values, into in zip(share.parts, share.values, share.into, strict=True):
+            into[one.calls] = values[: len(one.calls)] / divisor
+    return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Share:
+    """The calls of a group that are credited together, in the episodes that count."""
+
+    family: str
+    parts: list[Part]
+    values: np.ndarray  # f64[n, T], advantages; anything after the last call
+    into: list[np.ndarray]  # where those of each episode go
+
+
+def _share(
+    group: Sequence[Episode], into: Sequence[np.ndarray], label: str, scorer: Scorer
+) -> _Share | None:
+    """None where there is no signal."""
+    kept = [number for number, episode in enumerate(group) if counts(episode, label)]
+    if len(kept) < 2:
         return None
-    others = (kept.sum() - rewards) / (len(kept) - 1)
-    return np.where(valid, rewards - others, 0.0)
+    episodes, cfg = [group[number] for number in kept], scorer.credit
+    family = episodes[0].task.family
+    parts = [part(episode, label, scorer) for episode in episodes]
+    seen = seen_returns(episodes, parts, scorer.reward.weights(family).speed)
+    if constant(seen):
+        return None
+    values = advantages(seen, BASELINES[cfg.baseline], whole=not cfg.to_go)
+    if cfg.step_weight:
+        values = values + cfg.step_weight * _step_values(episodes, parts, seen)
+    return _Share(family=family, parts=parts, values=values, into=[into[n] for n in kept])
+
+
+def _step_values(
+    episodes: Sequence[Episode], parts: Sequence[Part], seen: np.ndarray
+) -> np.ndarray:
+    """Step advantages f64[n, T]; the state of a call is its prompt."""
+    returns = [seen[i, i, : len(one.calls)] for i, one in enumerate(parts)]
+    states = [
+        [episode.turns[number].prompt.tobytes() for number in one.calls]
+        for episode, one in zip(episodes, parts, strict=True)
+    ]
+    values = np.zeros(seen.shape[1:])
+    for row, found in zip(values, step_advantages(returns, states), strict=True):
+        row[: len(found)] = found
+    return values
+
+
+def _divisor(share: _Share, shares: Sequence[_Share], scale: str) -> float:
+    """What the advantages of a share are divided by: the deviation of advantages of episodes, at
+    their first calls, so that no episode counts more for having more of them."""
+    if scale == "none":
+        return 1.0
+    among = {
+        "group": [share],
+        "family": [one for one in shares if one.family == share.family],
+        "batch": list(shares),
+    }
+    return deviation(np.concatenate([one.values[:, 0] for one in among[scale]]))
 
 
 def trainable(turn: Turn) -> bool:
@@ -52,18 +118,17 @@ def trainable(turn: Turn) -> bool:
     return turn.finish is not Finish.ABORT and turn.temperature > 0 and len(turn.output) > 0
 
 
-def left_out(group: Sequence[Episode]) -> dict[LeftOut, int]:
+def left_out(group: Sequence[Episode], credit: Credit | None = None) -> dict[LeftOut, int]:
     """How many sampled tokens of a group `group_samples` does not train, by every reason."""
-    constant = _advantages(group) is None
-    counts: Counter[LeftOut] = Counter()
-    for episode in group:
-        for turn in episode.turns:
-            why = why_left_out(turn, episode.outcome, constant)
+    counted: Counter[LeftOut] = Counter()
+    for episode, values in zip(group, credit or credited([group])[0], strict=True):
+        for turn, value in zip(episode.turns, values, strict=True):
+            why = why_left_out(turn, episode.outcome, bool(np.isnan(value)))
             if why is not None:
-                counts[why] += len(turn.output)
+                counted[why] += len(turn.output)
             elif turn.support is not None:
-                counts[LeftOut.SUPPORT] += int(np.count_nonzero(turn.support.kind == LOST))
-    return {reason: counts[reason] for reason in LeftOut}
+                counted[LeftOut.SUPPORT] += int(np.count_nonzero(turn.support.kind == LOST))
+    return {reason: counted[reason] for reason in LeftOut}
 
 
 def why_left_out(turn: Turn, outcome: Outcome, constant: bool) -> LeftOut | None:
@@ -77,26 +142,20 @@ def why_left_out(turn: Turn, outcome: Outcome, constant: bool) -> LeftOut | None
     return LeftOut.CONSTANT_GROUP if constant else None
 
 
-def _advantages(group: Sequence[Episode]) -> np.ndarray | None:
-    rewards = np.array([episode.outcome.reward for episode in group], np.float64)
-    valid = np.array([episode.outcome.valid for episode in group], bool)
-    return leave_one_out(rewards, valid)
-
-
-def group_samples(group: Sequence[Episode]) -> list[tuple[Sample, Turn]]:
+def group_samples(
+    group: Sequence[Episode], credit: Credit | None = None
+) -> list[tuple[Sample, Turn]]:
     """Every trainable call of a group as a sample, with the turn it came from.
 
-    A group without signal has none: it adds nothing to the loss and its tokens
-    leave the denominator.
+    `credit` is what `credited` has for the group; None: that of the outcome alone. Calls without
+    an advantage are no samples: they add nothing to the loss and their tokens leave the
+    denominator.
     """
-    advantages = _advantages(group)
-    if advantages is None:
-        return []
     return [
-        (turn_sample(turn, advantage), turn)
-        for episode, advantage in zip(group, advantages, strict=True)
-        for turn in continued(episode.turns)
-        if why_left_out(turn, episode.outcome, constant=False) is None
+        (turn_sample(turn, value), turn)
+        for episode, values in zip(group, credit or credited([group])[0], strict=True)
+        for turn, value in zip(continued(episode.turns), values.tolist(), strict=True)
+        if why_left_out(turn, episode.outcome, math.isnan(value)) is None
     ]
 
 

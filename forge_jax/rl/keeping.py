@@ -22,6 +22,7 @@ from forge_jax.rl.loop import Step
 from forge_jax.rl.measure import Totals
 from forge_jax.rl.plots import draw_curves, draw_forest
 from forge_jax.rl.report import Reporter
+from forge_jax.rl.reward_row import alarmed
 from forge_jax.rl.state import TrainState
 from forge_jax.sched.pool import Pool
 from forge_jax.sched.split import forest_of
@@ -64,7 +65,7 @@ class Keeper:
         """Called on the device thread after every update."""
         run, number = self._run, step.row["step"]
         self.totals = self.totals.add(step.row)
-        run.reporter.add(step.row)
+        run.reporter.add(alarmed(run.reporter.rows, step.row))
         run.bars.update(self._bar, completed=number, shown=shown(step.row))
         self._unsaved = (number, step.state, step.cursors)
         if number % run.cfg.checkpoint_every == 0 or number == run.cfg.steps:

@@ -8,6 +8,7 @@ since the next update consumes the trainer's, and version s are the weights afte
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -18,10 +19,13 @@ from forge_jax.models.lora import merge, tuned
 from forge_jax.rl.audit import Audit
 from forge_jax.rl.collect import Collector, Taken
 from forge_jax.rl.costs import observe, prior, trusted
-from forge_jax.rl.credit import group_samples
+from forge_jax.rl.credit import LeftOut, credited, group_samples, left_out
 from forge_jax.rl.guard import Guard
 from forge_jax.rl.measure import batch_row, drafts_row, episode_row, lineage_row
 from forge_jax.rl.parallel import update
+from forge_jax.rl.process import Decode
+from forge_jax.rl.reward_row import reward_row
+from forge_jax.rl.rewards import Scorer
 from forge_jax.rl.staleness import staleness_row
 from forge_jax.rl.state import TrainState
 from forge_jax.rl.step import StepConfig
@@ -39,6 +43,7 @@ class Prepared:
     samples: tuple[Sample, ...]
     turns: tuple[Turn, ...]  # the call each sample is of
     trees: tuple[MicroBatch, ...]
+    left_out: Mapping[LeftOut, int]  # sampled tokens that are not trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +56,23 @@ class Step:
     row: dict[str, Any]  # its line of metrics.jsonl
 
 
-def prepare(taken: Sequence[Taken], cfg: TrainConfig, cost: CostModel) -> Prepared:
+def prepare(taken: Sequence[Taken], cfg: TrainConfig, cost: CostModel, scorer: Scorer) -> Prepared:
     """Scores, merges and packs the consumed items; their order does not depend on which
     finished first, and what `cost` decides changes no result but by rounding."""
     ordered = sorted(taken, key=lambda item: item.number)
-    pairs = [pair for item in ordered for pair in group_samples(item.episodes)]
+    groups = [item.episodes for item in ordered]
+    credit = credited(groups, scorer)
+    pairs = [
+        pair for one, own in zip(groups, credit, strict=True) for pair in group_samples(one, own)
+    ]
+    left: Counter[LeftOut] = Counter()
+    for one, own in zip(groups, credit, strict=True):
+        left.update(left_out(one, own))
     samples = tuple(sample for sample, _ in pairs)
     carry = not cfg.mtp.weight  # prediction modules are not carried from block to block
     trees = tuple(micro_batches(samples, "tree", cfg.pack, cost, cfg.mesh, carry))
-    return Prepared(samples=samples, turns=tuple(turn for _, turn in pairs), trees=trees)
+    turns = tuple(turn for _, turn in pairs)
+    return Prepared(samples=samples, turns=turns, trees=trees, left_out=left)
 
 
 async def reinforce(
@@ -75,17 +88,20 @@ async def reinforce(
     on_step: Callable[[Step], None],
     stop: asyncio.Event,
     faults: Callable[[], Mapping[str, int]],
+    decode: Decode,
     base: Any = None,
 ) -> TrainState:
     """Updates `first` to `cfg.steps`, from what agents play meanwhile; the final state.
 
-    With a `base`, `state` is of its adapters; the engine gets both merged.
+    With a `base`, `state` is of its adapters; the engine gets both merged. `decode` is the
+    policy's tokenizer: what sampled tokens say.
 
     `on_step` is called on the device thread after each update, while agents go on. What is
     in flight at the end is cancelled. With `stop` set an update that runs is ended and is the
     last. `faults` are counts of the run so far, for its rows.
     """
     loop = asyncio.get_running_loop()
+    scorer = Scorer(reward=cfg.reward, credit=cfg.credit, decode=decode)
     audit, costs = Audit(cfg.audit_versions, base), Fit(prior(step_cfg.model))
     await loop.run_in_executor(device, audit.remember, first - 1, state.params)
     async with asyncio.TaskGroup() as workers:
@@ -100,7 +116,7 @@ async def reinforce(
                 break
             collected = time.monotonic()
             cost = trusted(costs, step_cfg.model, cfg.sched.synchronous)
-            batch = await asyncio.to_thread(prepare, taken, cfg, cost)
+            batch = await asyncio.to_thread(prepare, taken, cfg, cost, scorer)
             state, trained = await loop.run_in_executor(
                 device, train_step, state, batch, step, step_cfg, audit, costs, guard, base
             )
@@ -110,7 +126,8 @@ async def reinforce(
             await engine.swap(step, weights)
             collector.updated()
             row = {"step": step} | episode_row(taken) | lineage_row(taken)
-            row |= batch_row(taken, batch.samples, batch.trees)
+            row |= reward_row(taken, scorer)
+            row |= batch_row(batch.left_out, batch.samples, batch.trees)
             row |= drafts_row(before, engine.stats())
             row |= trained | {"seconds_collect": collected - began}
             row |= {"pool_retries": collector.pool_retries, **faults()}

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from forge_jax.rl.collect import Taken
-from forge_jax.rl.credit import LeftOut, left_out
+from forge_jax.rl.credit import LeftOut
 from forge_jax.sched.split import forest_of
 from forge_jax.types import STEMS, UNSPLICED, MicroBatch, Sample
 
@@ -108,16 +108,13 @@ def lineage_row(taken: Sequence[Taken]) -> dict[str, Any]:
 
 
 def batch_row(
-    taken: Sequence[Taken], samples: Sequence[Sample], batches: Sequence[MicroBatch]
+    left: Mapping[LeftOut, int], samples: Sequence[Sample], batches: Sequence[MicroBatch]
 ) -> dict[str, Any]:
-    """What was trained: token counts of the merged batch, and of what was left out of it.
+    """What was trained: token counts of the merged batch, and of what was `left` out of it.
 
     `tokens_sampled` of the consumed items = `tokens_trained` + all ``tokens_left_out_*``; where the
     step is skipped its tokens are in `tokens_skipped`, and none is in `tokens_trained`.
     """
-    left: Counter[LeftOut] = Counter()
-    for item in taken:
-        left.update(left_out(item.episodes))
     total = sum(len(s.tokens) for s in samples)
     trees = [forest_of(part) for part in batches]
     unique = sum(tree.n_tokens for tree in trees)
@@ -128,7 +125,7 @@ def batch_row(
         "tokens_trained": sum(tree.n_occurrences for tree in trees),
         "tree_token_ratio": total / unique if unique else None,
         "micro_batches": len(batches),
-        **{f"tokens_left_out_{why}": left[why] for why in LeftOut},
+        **{f"tokens_left_out_{why}": left.get(why, 0) for why in LeftOut},
     }
 
 

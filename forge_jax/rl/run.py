@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from forge_jax.agents.families import agent_of
+from forge_jax.agents.families import agent_of, family_of
 from forge_jax.agents.sources import TaskSource
 from forge_jax.config import RolloutConfig, TrainConfig, UserError
 from forge_jax.models.hf_lora import export_adapter
@@ -54,6 +54,8 @@ def train(
     """
     began, model = time.monotonic(), prepared(cfg, model)
     agent = agent_of(cfg.task, cfg.agent, cfg.tools)
+    for own in cfg.reward.families:
+        family_of(own.family)
     check_model(cfg.rollout, model.cfg)
     over_places(cfg.rollout, cfg.mesh.places * cfg.mesh.context)  # said before the warm start
     pool = pool_of(cfg.pool, folder)  # and so is this
@@ -104,6 +106,7 @@ async def play(run: Run, start: Start) -> dict[str, Any] | None:
                 guard=Guard(run.cfg.protect, run.reporter.rows),
                 device=run.device,
                 on_step=keeper.keep,
+                decode=run.model.chat.tokenizer.decode,
                 base=start.base,
                 stop=stop,
                 faults=lambda: {"loop_blocked": watchdog.blocked},

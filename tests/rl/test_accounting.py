@@ -1,5 +1,7 @@
 """Every sampled token is trained, or left out for one counted reason."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from small_policy import CUT
@@ -63,7 +65,10 @@ def test_tokens_sampled_are_trained_or_left_out_for_one_reason(seed: int) -> Non
         assert trained + sum(left_out(item.episodes).values()) == sampled
     samples = [sample for item in taken for sample, _ in group_samples(item.episodes)]
     trees = micro_batches(samples, "tree", PackConfig(budget=256), CUT, MeshConfig(), True)
-    row = episode_row(taken) | batch_row(taken, samples, trees)
+    missed: Counter[LeftOut] = Counter()
+    for item in taken:
+        missed.update(left_out(item.episodes))
+    row = episode_row(taken) | batch_row(missed, samples, trees)
     left = {name: n for name, n in row.items() if name.startswith("tokens_left_out_")}
     assert row["tokens_sampled"] == row["tokens_trained"] + sum(left.values())
 

@@ -54,7 +54,7 @@ def test_nothing_valid_has_no_rates() -> None:
 
 
 def test_totals_are_sums_of_rows() -> None:
-    row = episode_row(TAKEN) | batch_row([], [], []) | {"skipped": None}
+    row = episode_row(TAKEN) | batch_row({}, [], []) | {"skipped": None}
     totals = Totals(eval_before=0.25).add(row).add(row | {"skipped": "ess"})
     assert totals.updates_skipped == 1
     assert (totals.episodes, totals.items, totals.tokens_sampled) == (6, 6, 20)
