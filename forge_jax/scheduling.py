@@ -55,6 +55,7 @@ class SchedConfig:
     group_least: int | None = None  # episodes that must have completed for that
     tune: TuningConfig | None = None  # who changes N and W while the run goes on; null: nobody
     synchronous: bool = False  # True: a step's groups are all sampled by the newest weights
+    hold_updates: int = 0  # ... or by those that many updates older, where synchronous
     episode_seconds: float = 60.0  # an episode that takes longer has timed out
     pool_seconds: float = 600.0  # that the pool's store may be away before the run ends
 
@@ -138,6 +139,12 @@ class SchedConfig:
         )
 
     def _check_synchronous(self) -> None:
+        check(self.hold_updates >= 0, f"hold_updates={self.hold_updates} must be >= 0")
+        check(
+            self.synchronous or not self.hold_updates,
+            f"hold_updates={self.hold_updates} goes with synchronous=True: else what is sampled "
+            "meanwhile is older already",
+        )
         if not self.synchronous:
             return
         check(

@@ -94,6 +94,8 @@ def test_a_missing_key_is_named() -> None:
         (SchedConfig, {"group": 1}),
         (SchedConfig, {"in_flight": 7}),
         (SchedConfig, {"synchronous": True, "in_flight": 9}),
+        (SchedConfig, {"hold_updates": 1}),
+        (SchedConfig, {"synchronous": True, "hold_updates": -1}),
         (OptimConfig, {"beta2": 1.0}),
         (OptimConfig, {"eps": 0.0}),
         (WarmConfig, {"batch": 0}),

@@ -21,6 +21,7 @@ from forge_jax.rl.collect import Collector, Taken
 from forge_jax.rl.costs import observe, prior, trusted
 from forge_jax.rl.credit import LeftOut, credited, group_samples, left_out
 from forge_jax.rl.guard import Guard
+from forge_jax.rl.hold import Held
 from forge_jax.rl.measure import batch_row, drafts_row, episode_row, lineage_row
 from forge_jax.rl.parallel import update
 from forge_jax.rl.process import Decode
@@ -103,6 +104,7 @@ async def reinforce(
     loop = asyncio.get_running_loop()
     scorer = Scorer(reward=cfg.reward, credit=cfg.credit, decode=decode)
     audit, costs = Audit(cfg.audit_versions, base), Fit(prior(step_cfg.model))
+    held = Held(cfg.sched.hold_updates, last=cfg.steps)
     await loop.run_in_executor(device, audit.remember, first - 1, state.params)
     async with asyncio.TaskGroup() as workers:
         collector.resume(workers)
@@ -123,7 +125,9 @@ async def reinforce(
             weights = await loop.run_in_executor(
                 device, merge, tuned(base, state.params), step_cfg.lora
             )
-            await engine.swap(step, weights)
+            due = await loop.run_in_executor(device, held.due, step, weights)
+            if due is not None:
+                await engine.swap(*due)
             collector.updated()
             row = {"step": step} | episode_row(taken) | lineage_row(taken)
             row |= reward_row(taken, scorer)

@@ -79,7 +79,7 @@ def beginning(
     """The newest checkpoint, or else the warm-started policy.
 
     Consumes the weights of `model`. Raises UserError if there are fewer devices than the mesh
-    wants, sequences may be too long, or a checkpoint cannot be read.
+    wants, sequences may be too long, or a checkpoint cannot be read or gone on from.
     """
     check_paths(cfg)
     base, params = placed(cfg, model, mesh_from(cfg.mesh))
@@ -88,6 +88,12 @@ def beginning(
         params = warm_params(cfg, model, params, base, folder, bars)
         state = create(params, cfg.optim)
         return Start(step=0, state=state, base=base, totals=Totals(), cursors=None)
+    late = cfg.sched.hold_updates
+    if late and step:
+        raise UserError(
+            f"sched.hold_updates={late}: checkpoint {step} lacks the older weights that its engine "
+            "sampled from; such a run goes on from its start alone"
+        )
     state, host = checkpoints.restore(step, create(params, cfg.optim))
     totals = Totals(**host["totals"])
     return Start(step=step, state=state, base=base, totals=totals, cursors=host["cursors"])

@@ -1,5 +1,6 @@
 """Measures of staleness: closed forms by hand, and what may not change them."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 from small_policy import make_turn
 
 from forge_jax.rl.credit import turn_sample
+from forge_jax.rl.hold import Held
 from forge_jax.rl.staleness import effective, k3, staleness_row
 
 LOGS = st.lists(st.floats(-20, 20), min_size=1, max_size=30)
@@ -48,3 +50,18 @@ def test_a_row_by_hand() -> None:
     assert (row["age_mean"], row["age_max"]) == (2.25, 3)
     assert row["age_share"] == {"1": 0.25, "2": 0.25, "3": 0.5}
     assert row["age_gap"] == pytest.approx({"1": 3.0, "2": 0.0, "3": 0.75}, rel=1e-6)
+
+
+@pytest.mark.parametrize("late", [0, 1, 3])
+def test_held_weights_come_late_by_so_many_updates(late: int) -> None:
+    held, sampled = Held(late, last=9), 0
+    for version in range(1, 9):
+        weights = jnp.full(2, version)
+        due = held.due(version, weights)
+        if late:
+            weights.delete()  # as the next update would
+        if due is not None:
+            sampled = due[0]
+            assert due[1].tolist() == [sampled] * 2
+        assert version - sampled == min(version, late)
+    assert held.due(9, None) == (9, None)
