@@ -22,6 +22,17 @@ class Why(enum.StrEnum):
     REQUEUED = "requeued"  # as EXPIRED, the first time: it goes on as another number
 
 
+@dataclass(frozen=True, kw_only=True)
+class Deadline:
+    """How long an unfinished item may hold the head, in the seconds of whoever calls `evict`."""
+
+    seconds: float
+    requeue: bool = False  # True: the first time it goes to the end of the queue
+
+    def __post_init__(self) -> None:
+        check(0 < self.seconds < math.inf, f"seconds={self.seconds} must be a number > 0")
+
+
 class View(Protocol):
     """What a policy may see of a queue."""
 
@@ -56,7 +67,7 @@ class Bounds:
     """The largest lag of a consumed item, whatever the order of finishing."""
 
     items: int  # consumed between its admission and its own consumption
-    updates: int  # completed between its admission and its training
+    updates: float  # completed between its admission and its training; inf: no bound
 
 
 class Policy(Protocol):
@@ -79,9 +90,9 @@ class Policy(Protocol):
     def evicts(self, queue: View) -> int | None:
         """An item to give up now, if there is one."""
 
-    def bounds(self, batch: int, ahead: int) -> Bounds | None:
-        """For `batch` items an update, places that free at consumption, and `ahead` batches
-        chosen while another trains; None: there are none."""
+    def bounds(self, batch: int, ahead: int, most: int | None = None) -> Bounds | None:
+        """For `batch` items an update, or up to `most`, places that free at consumption, and
+        `ahead` batches chosen while another trains; None: there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +128,11 @@ class Window:
     def evicts(self, queue: View) -> int | None:
         return None
 
-    def bounds(self, batch: int, ahead: int) -> Bounds | None:
+    def bounds(self, batch: int, ahead: int, most: int | None = None) -> Bounds | None:
         if self.window is None:
             return None
         items = self.in_flight + self.window - 1
-        return Bounds(items=items, updates=items // batch + 1 + ahead)
+        return Bounds(items=items, updates=updates_of(items, batch, ahead))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,9 +164,9 @@ class GreedyDrop:
         old = queue.version - queue.head_version() > self.max_updates
         return queue.head if old else None
 
-    def bounds(self, batch: int, ahead: int) -> Bounds | None:
+    def bounds(self, batch: int, ahead: int, most: int | None = None) -> Bounds | None:
         # At version v at most (v + 1 + ahead) * P items have been consumed, this one included.
-        items = (self.max_updates + 1 + ahead) * batch - 1
+        items = (self.max_updates + 1 + ahead) * (batch if most is None else most) - 1
         return Bounds(items=items, updates=self.max_updates + ahead)
 
 
@@ -191,9 +202,10 @@ class VersionWindow:
     def evicts(self, queue: View) -> int | None:
         return None
 
-    def bounds(self, batch: int, ahead: int) -> Bounds | None:
-        items = (self.versions + 1 + ahead) * batch + self.in_flight - 1
-        return Bounds(items=items, updates=items // batch + 1 + ahead)
+    def bounds(self, batch: int, ahead: int, most: int | None = None) -> Bounds | None:
+        of_update = batch if most is None else most
+        items = (self.versions + 1 + ahead) * of_update + self.in_flight - 1
+        return Bounds(items=items, updates=updates_of(items, batch, ahead))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +240,7 @@ class Stream:
     def evicts(self, queue: View) -> int | None:
         return queue.first_finished() if queue.waiting > self.buffer else None
 
-    def bounds(self, batch: int, ahead: int) -> Bounds | None:
+    def bounds(self, batch: int, ahead: int, most: int | None = None) -> Bounds | None:
         return None
 
 
@@ -249,6 +261,11 @@ def as_plain(policy: Policy) -> dict[str, Any]:
     """A policy as plain JSON, for checkpoints and logs."""
     assert isinstance(policy, POLICIES), policy
     return {"kind": type(policy).__name__, **dataclasses.asdict(policy)}
+
+
+def updates_of(items: int, batch: int, ahead: int) -> float:
+    """The lag in updates of at least `batch` items each that one in items may come to."""
+    return items // batch + 1 + ahead if batch else math.inf
 
 
 def share_window(in_flight: int, share: float) -> int:
@@ -274,12 +291,9 @@ def budget_window(in_flight: int, batch: int, updates: int, ahead: int = 0) -> i
 
 
 def stream_staleness(running: float, batch: int, supply: float, buffer: float) -> float:
-    """The published mean lag of a `Stream`, in updates.
-
-    `running` items in service (for groups whose members have places of their own: C M / G, with M
-    the mean longest member over the mean member), `supply`: the rate of generation over that of
-    training, `buffer` in batches.
-    """
+    """The published mean lag of a `Stream`, in updates. `running` items in service (of groups whose
+    members have places of their own: C M / G, M the mean longest member over the mean member),
+    `supply`: the rate of generation over that of training, `buffer` in batches."""
     if supply < 1:
         return running / batch + supply
     return running / (supply * batch) + (2 * buffer + supply - 1) / (2 * supply)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from forge_jax.config import check
-from forge_jax.sched.policies import Bounds, Policy, Why, Window, as_plain
+from forge_jax.sched.policies import Bounds, Policy, Why, Window, as_plain, updates_of
+from forge_jax.sched.policies import Deadline as Deadline
 from forge_jax.sched.saved_queue import Change, check_state
 
 Entry = tuple[int, int]  # items consumed and updates complete when an item was admitted
@@ -30,17 +31,6 @@ class Evicted:
     again: int | None = None  # the number it has from now on, running, if it is REQUEUED
 
 
-@dataclass(frozen=True, kw_only=True)
-class Deadline:
-    """How long an unfinished item may hold the head, in the seconds of whoever calls `evict`."""
-
-    seconds: float
-    requeue: bool = False  # True: the first time it goes to the end of the queue
-
-    def __post_init__(self) -> None:
-        check(0 < self.seconds < math.inf, f"seconds={self.seconds} must be a number > 0")
-
-
 class Queue:
     """Items 0, 1, 2, ... from admission to their end, as a state machine.
 
@@ -53,15 +43,23 @@ class Queue:
     """
 
     def __init__(
-        self, policy: Policy, *, batch: int, ahead: int = 0, deadline: Deadline | None = None
+        self,
+        policy: Policy,
+        *,
+        batch: int,
+        most: int | None = None,
+        ahead: int = 0,
+        deadline: Deadline | None = None,
     ):
-        """`batch`: P, items an update; `ahead`: batches chosen while another one trains."""
-        check(batch >= 1, f"{batch=} must be at least 1")
+        """`batch`: P, items an update, or the fewest where they vary up to `most`; `ahead`: batches
+        chosen while another one trains."""
+        check(batch >= 0, f"{batch=} must be >= 0")
+        check(batch >= 1 if most is None else most >= max(1, batch), f"{batch=} and {most=}: none")
         check(ahead >= 0, f"{ahead=} must be >= 0")
         self.policy = policy
         self.deadline = deadline
-        self.batch, self.batches_ahead = batch, ahead
-        self.bounds: Bounds | None = policy.bounds(batch, ahead)
+        self.batch, self.most, self.batches_ahead = batch, most, ahead
+        self.bounds: Bounds | None = policy.bounds(batch, ahead, most)
         self.admitted = 0  # the next number to admit
         self.head = 0
         self.consumed = 0
@@ -182,7 +180,7 @@ class Queue:
         if not isinstance(old, Window) or old.window is None or policy.window is None:
             raise ValueError(f"{policy} cannot follow {old}: both must be bounded windows")
         before, bounds = self._change, self.bounds
-        new = policy.bounds(self.batch, self.batches_ahead)
+        new = policy.bounds(self.batch, self.batches_ahead, self.most)
         assert bounds is not None
         assert new is not None
         self._change = Change(
@@ -279,10 +277,11 @@ class Queue:
         return reach if self._change is None else min(reach, self.head + self._change.window)
 
     def _set_bounds(self) -> None:
-        self.bounds = self.policy.bounds(self.batch, self.batches_ahead)
+        self.bounds = self.policy.bounds(self.batch, self.batches_ahead, self.most)
         if self._change is not None:
             items = self._change.items
-            self.bounds = Bounds(items=items, updates=items // self.batch + 1 + self.batches_ahead)
+            updates = updates_of(items, self.batch, self.batches_ahead)
+            self.bounds = Bounds(items=items, updates=updates)
 
     def _overdue(self, now: float, deadline: Deadline) -> bool:
         if self.head not in self._running:

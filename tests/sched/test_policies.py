@@ -202,7 +202,7 @@ def test_the_bound_of_versions_is_attained(n: int, versions: int, batch: int) ->
 
 def test_a_queue_that_breaks_its_bound_says_so() -> None:
     class Liar(Window):
-        def bounds(self, batch: int, ahead: int) -> Bounds:
+        def bounds(self, batch: int, ahead: int, most: int | None = None) -> Bounds:
             return Bounds(items=1, updates=9)
 
     queue = Queue(Liar(in_flight=3, window=3), batch=1)
