@@ -1,10 +1,17 @@
 """Frozen, validated configurations; `load` builds them from mappings."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from forge_jax.crediting import CreditConfig as CreditConfig
 from forge_jax.crediting import FaultConfig as FaultConfig
 from forge_jax.crediting import RewardConfig as RewardConfig
+from forge_jax.domains import CurriculumConfig as CurriculumConfig
+from forge_jax.domains import Domain as Domain
+from forge_jax.domains import DomainConfig as DomainConfig
+from forge_jax.domains import FilterConfig as FilterConfig
+from forge_jax.domains import check_domains, check_filter
+from forge_jax.domains import mixture as mixture
 from forge_jax.drawing import COLDEST, HOTTEST
 from forge_jax.loading import UserError as UserError
 from forge_jax.loading import check as check
@@ -156,8 +163,10 @@ class TrainConfig:
     """One training run."""
 
     model: str  # preset of configs/model/ or a Hugging Face folder
-    task: str  # task family
+    task: str | None  # task family; null: several, in `domains`
     steps: int  # RL updates
+    domains: Mapping[str, DomainConfig] | None = None  # by name; null: `task` alone
+    filter: FilterConfig = field(default_factory=FilterConfig)  # of what is played and consumed
     seed: int = 0
     dtype: str = "float32"  # of the layers; weights and the optimiser's state stay float32
     remat: str = "none"  # what layers keep for the backward pass
@@ -192,6 +201,16 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check(self.steps >= 0, f"steps={self.steps} must be >= 0")
+        check_domains(self.task, self.domains)
+        check_filter(self.filter, self.domains)
+        check(
+            self.sched.shares == "items" or self.domains is not None,
+            f"sched.shares={self.sched.shares} goes with domains: task={self.task} is alone",
+        )
+        check(
+            self.warm.demonstrations is None or self.task is not None,
+            f"warm.demonstrations={self.warm.demonstrations} goes with task, not with domains",
+        )
         check(self.seed >= 0, f"seed={self.seed} must be >= 0")
         check(self.dtype in DTYPES, f"dtype={self.dtype!r} must be one of {DTYPES}")
         check(self.remat in REMAT, f"remat={self.remat!r} must be one of {REMAT}")
@@ -223,3 +242,13 @@ class TrainConfig:
         )
         for name in ("checkpoint_every", "checkpoints_kept"):
             check(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be >= 1")
+
+    @property
+    def mixture(self) -> tuple[Domain, ...]:
+        """The domains of the run, in their order; `task` is a domain alone."""
+        return mixture(self.task, self.domains)
+
+    @property
+    def title(self) -> str:
+        """What the run trains on, in a word."""
+        return "+".join(domain.name for domain in self.mixture)

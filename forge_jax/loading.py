@@ -53,6 +53,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         return _convert(kinds[0], value, path)
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
         return load(typing.cast(type, hint), value, f"{path}.")
+    if origin is Mapping and isinstance(value, Mapping) and dataclasses.is_dataclass(args[1]):
+        return {k: _convert(args[1], v, f"{path}.{k}") for k, v in value.items()}
     if origin is tuple and isinstance(value, list | tuple):
         return tuple(_convert(args[0], v, f"{path}[{i}]") for i, v in enumerate(value))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):

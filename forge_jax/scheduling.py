@@ -11,6 +11,7 @@ from forge_jax.loading import check
 
 POLICIES = ("window", "fifo", "greedy", "greedy_drop", "versions", "stream")
 NEEDS = {"greedy_drop": "drop_updates", "versions": "versions", "stream": "buffer"}
+SHARES = ("items", "tokens")
 Window = int | float | str | None
 
 
@@ -41,6 +42,7 @@ class SchedConfig:
 
     group: int = 8  # G: episodes of one task
     batch: int = 8  # P: groups consumed a step
+    shares: str = "items"  # what shares of domains are of: items, or sampled tokens
     in_flight: int | None = None  # N: groups in flight or finished but unconsumed; see `places`
     policy: str = "window"  # which finished group is next, and which is given up
     window: Window = "auto"  # W: how far past the head may be consumed: a number, a share of N,
@@ -63,6 +65,7 @@ class SchedConfig:
         check(self.group >= 2, f"group={self.group} must be at least 2 (the baseline is siblings)")
         check(self.batch >= 1, f"batch={self.batch} must be at least 1")
         check(self.places >= self.batch, f"in_flight={self.in_flight} < batch={self.batch}")
+        check(self.shares in SHARES, f"shares={self.shares!r} must be one of {', '.join(SHARES)}")
         self._check_policy()
         self._check_lag()
         head = self.head_seconds
@@ -117,6 +120,10 @@ class SchedConfig:
             self.places <= lag * self.batch,
             f"{name}={lag} is too few for in_flight={self.places} and batch={self.batch}: "
             "no window, not even 0, keeps it",
+        )
+        check(
+            self.shares == "items",
+            f"{name}={lag} goes with shares=items: with {self.shares} an update may lack a domain",
         )
 
     def _check_group(self) -> None:

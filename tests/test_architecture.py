@@ -17,13 +17,14 @@ MAY_IMPORT = {
     "protection": {"loading"},
     "rolling": {"loading"},
     "scheduling": {"loading"},
+    "domains": {"loading"},
     "programs": {"loading"},
     "tool_servers": {"loading", "programs"},
     "stores": set(),
     "crediting": {"loading"},
     "config": {
-        "crediting", "drawing", "loading", "parts", "protection", "rolling", "scheduling",
-        "programs", "tool_servers",
+        "crediting", "domains", "drawing", "loading", "parts", "protection", "rolling",
+        "scheduling", "programs", "tool_servers",
     },
     "trees": set(),
     "sharding": {"config", "trees"},
@@ -43,7 +44,8 @@ MAY_IMPORT = {
     },
 }  # fmt: skip
 JAX_FREE = {
-    "crediting", "drawing", "lineage", "types", "loading", "parts", "protection", "rolling",
+    "crediting", "domains", "drawing", "lineage", "types", "loading", "parts", "protection",
+    "rolling",
     "scheduling", "programs", "tool_servers", "config", "stores", "gateway", "agents", "sched",
 }  # fmt: skip
 

@@ -20,17 +20,23 @@ SEEDS = 1 << 20  # tasks of a family before they come again, in another order
 class TaskSource:
     """Iterates over tasks, the families in turn; `state` and `restore` are exact."""
 
-    def __init__(self, families: Sequence[str], seed: int, split: str):
-        """Raises UserError on an unknown family or split, or where there is no family."""
+    def __init__(self, families: Sequence[str], seed: int, split: str, tasks: int = SEEDS):
+        """`tasks`: different ones of each family. Raises UserError on an unknown family or split,
+        or where there is no family."""
         if not families:
             raise UserError(f"families={families!r} must name at least one task family")
         if split not in SPLITS:
             raise UserError(f"split={split!r} must be one of {', '.join(SPLITS)}")
         for name in families:
             family_of(name)
-        self._made_of = {"families": list(families), "seed": seed, "split": split}
-        self._tasks = _mixture(families, seed, split)
+        self._made_of = {"families": list(families), "seed": seed, "split": split, "tasks": tasks}
+        self._tasks = _mixture(families, seed, split, tasks)
         self._next = 0
+
+    @property
+    def given(self) -> int:
+        """How many tasks the source has given."""
+        return self._next
 
     def __iter__(self) -> "TaskSource":
         return self
@@ -52,10 +58,10 @@ class TaskSource:
         self._next = state["next"]
 
 
-def _mixture(families: Sequence[str], seed: int, split: str) -> grain.MapDataset[Task]:
+def _mixture(families: Sequence[str], seed: int, split: str, count: int) -> grain.MapDataset[Task]:
     def tasks(name: str) -> grain.MapDataset[Task]:
         # Every family is shuffled alike, whatever other families there are.
-        numbers = grain.MapDataset.range(SEEDS).seed(seed).shuffle()
+        numbers = grain.MapDataset.range(count).seed(seed).shuffle()
         return numbers.map(lambda number: Task(family=name, seed=int(number), split=split))
 
     return grain.MapDataset.mix([tasks(name) for name in families]).repeat()

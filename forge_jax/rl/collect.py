@@ -1,6 +1,7 @@
-"""Fills the generation queue and hands out what the window allows.
+"""Fills the generation queues of all domains and hands out what their windows allow.
 
-Tasks go in by number, groups of episodes come out, each number exactly once; a head that holds
+Tasks go in by number, groups of episodes come out, each number exactly once: item k of lane l among
+L lanes has the number k L + l, in the pool and everywhere outside its queue. A head that holds
 the others up past its deadline is cancelled instead, counted, and its place goes to another. A
 group counts as finished only when the pool holds it durably, so a killed run loses work, never an
 item. While the pool's store is away, groups wait for it in their places: nothing new is admitted,
@@ -18,19 +19,21 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from forge_jax.agents.sources import TaskSource
-from forge_jax.config import UserError
+from forge_jax.agents.curriculum import Source
+from forge_jax.config import FilterConfig, UserError
+from forge_jax.rl.evaluate import SOLVED
 from forge_jax.sched.answers import StoreRefused, StoreUnavailable
 from forge_jax.sched.codec import CorruptObject
+from forge_jax.sched.lanes import Lanes
 from forge_jax.sched.policies import Why
 from forge_jax.sched.pool import Pool
-from forge_jax.sched.queue import Queue
 from forge_jax.types import Episode, Task
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Group = tuple[Episode, ...]
+EVERYTHING = FilterConfig()
 FIRST_WAIT, LONGEST_WAIT = 0.25, 15.0  # seconds between two tries at a store that is away
 LEAST_WAIT = 0.05  # seconds between two looks at a head that is overdue
 
@@ -43,6 +46,8 @@ class Taken:
     lag: int  # items consumed between its admission and its own consumption
     updates: int  # ... updates complete
     episodes: Group  # empty if the pool's object was corrupt
+    domain: str = ""  # name of its lane
+    again: bool = False  # True: it said nothing, and another of its domain took its place
 
 
 class Collector:
@@ -51,19 +56,21 @@ class Collector:
     def __init__(
         self,
         *,
-        window: Queue,
+        lanes: Lanes,
         pool: Pool,
-        source: TaskSource,
+        sources: Sequence[Source],
         play: Callable[[int, Task], Awaitable[Group]],
         patience: float,
+        filters: FilterConfig = EVERYTHING,
+        constant: Callable[[Group], bool] = lambda group: False,
     ):
-        """`patience`: seconds that the pool's store may be away before StoreUnavailable ends
-        the run."""
-        self._window = window
+        """`sources`: one for each lane. `patience`: seconds that the pool's store may be away
+        before StoreUnavailable ends the run. `constant`: whether a group says nothing."""
+        self.lanes, self.sources = lanes, tuple(sources)
         self._pool = pool
-        self._source = source
         self._play = play
         self._patience = patience
+        self._filters, self._constant = filters, constant
         self.pool_retries = 0  # calls of the pool that were made again
         self._tasks: dict[int, Task] = {}  # of admitted, unconsumed numbers
         self._stored: set[int] = set()  # numbers whose episodes the pool already holds
@@ -73,58 +80,92 @@ class Collector:
 
     def fill(self, workers: asyncio.TaskGroup) -> None:
         """Admits tasks while places are free and starts playing them."""
-        while (number := self._window.admit()) is not None:
-            self._tasks[number] = next(self._source)
-            self._start(number, workers)
+        for lane, source in enumerate(self.sources):
+            while (place := self.lanes.admit(lane)) is not None:
+                number = self._number(lane, place)
+                self._tasks[number] = next(source)
+                self._start(number, workers)
 
     def resume(self, workers: asyncio.TaskGroup) -> None:
         """Starts again what was in flight when the restored state was taken."""
-        for number in self._window.running:
-            self._start(number, workers)
+        for lane, queue in enumerate(self.lanes.queues):
+            for place in queue.running:
+                self._start(self._number(lane, place), workers)
 
-    async def take(self, size: int, workers: asyncio.TaskGroup, refill: bool) -> list[Taken]:
-        """Consumes `size` items, waiting as the window demands.
+    async def take(self, workers: asyncio.TaskGroup) -> list[Taken]:
+        """Consumes a batch, each lane's quota of it, waiting as the windows demand.
 
-        With `refill` a consumed item frees its place at once; without, places stay
-        free until the next `fill` (synchronous training).
+        A consumed item frees its place at once, but where the lanes are `exact`. An item that the
+        filter leaves aside is handed out beside its quota.
         """
         taken: list[Taken] = []
-        while len(taken) < size:
+        tries = [self._filters.tries or 0] * len(self.sources)
+        told: list[tuple[int, Task]] = []
+        while any(self.lanes.left):
             # What is old grows no younger while the store is away; deadlines wait for it.
             self._evict(workers, None if self._away else time.monotonic())
-            number = self._window.take()
-            if number is None:
+            found = self.lanes.take()
+            if found is None:
                 await self._change()
                 continue
-            lag, updates = self._window.last_lag, self._window.last_updates
-            del self._tasks[number]
-            if refill:
+            lane, number = found[0], self._number(*found)
+            queue = self.lanes.queues[lane]
+            lag, updates = queue.last_lag, queue.last_updates
+            told.append((lane, self._tasks.pop(number)))
+            self.fill(workers)
+            group = await self._durably(functools.partial(self._read, number))
+            again = tries[lane] > 0 and self._constant(group)
+            if again:
+                tries[lane] -= 1
+                self.lanes.again(lane)
                 self.fill(workers)
-            episodes = await self._durably(functools.partial(self._read, number))
-            taken.append(Taken(number=number, lag=lag, updates=updates, episodes=episodes))
+            else:
+                tokens = sum(len(turn.output) for episode in group for turn in episode.turns)
+                self.lanes.count(lane, tokens)
+            taken.append(
+                Taken(
+                    number=number, lag=lag, updates=updates, episodes=group,
+                    domain=self.lanes.names[lane], again=again,
+                )
+            )  # fmt: skip
+        self._learn(taken, told)
+        self.lanes.next_batch()
         return taken
+
+    def _learn(self, taken: Sequence[Taken], told: Sequence[tuple[int, Task]]) -> None:
+        """Tells the sources what was solved, in order of number, whatever finished first."""
+        pairs = zip(taken, told, strict=True)
+        for item, (lane, task) in sorted(pairs, key=lambda pair: pair[0].number):
+            valid = [e.outcome.reward for e in item.episodes if e.outcome.valid]
+            self.sources[lane].learn(task, sum(r >= SOLVED for r in valid), len(valid))
+
+    def _number(self, lane: int, place: int) -> int:
+        return place * len(self.sources) + lane
 
     def given_up(self) -> Mapping[Why, int]:
         """How many items were given up so far, by the reason."""
-        return dict(self._window.evicted)
+        return {why: sum(queue.evicted[why] for queue in self.lanes.queues) for why in Why}
 
     def _evict(self, workers: asyncio.TaskGroup, now: float | None) -> None:
-        """Gives up what the policy drops and, at a time, heads that are overdue; fills their
+        """Gives up what the policies drop and, at a time, heads that are overdue; fills their
         places."""
-        for gone in self._window.evict(now):
-            logger.warning("item %d is given up: %s", gone.number, gone.why)
-            task = self._tasks.pop(gone.number)
-            if gone.number in self._running:
-                self._running[gone.number].cancel()
-            if gone.again is not None:
-                self._tasks[gone.again] = task
-                self._start(gone.again, workers)
-            self.fill(workers)
+        for lane, queue in enumerate(self.lanes.queues):
+            for gone in queue.evict(now):
+                number = self._number(lane, gone.number)
+                logger.warning("item %d is given up: %s", number, gone.why)
+                task = self._tasks.pop(number)
+                if number in self._running:
+                    self._running[number].cancel()
+                if gone.again is not None:
+                    again = self._number(lane, gone.again)
+                    self._tasks[again] = task
+                    self._start(again, workers)
+                self.fill(workers)
 
     async def _change(self) -> None:
         """Returns when an item has finished, or the head may be overdue."""
         self._changed.clear()
-        due = self._window.due
+        due = min(queue.due for queue in self.lanes.queues)
         seconds = None if due == math.inf else max(due - time.monotonic(), LEAST_WAIT)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -147,7 +188,7 @@ class Collector:
 
     def updated(self) -> None:
         """An update is complete, and what is sampled from now on has its weights."""
-        self._window.update()
+        self.lanes.update()
 
     def cancel(self) -> None:
         """Ends everything in flight; its items stay unconsumed."""
@@ -158,7 +199,9 @@ class Collector:
         episodes = await self._play(number, task)
         await self._durably(lambda: self._pool.put(number, episodes))
         self._finish(number)
-        if not self._window.policy.holds:  # generation goes on, also while nobody takes
+        if not self.lanes.queues[
+            number % len(self.sources)
+        ].policy.holds:  # generation goes on, also while nobody takes
             self._evict(workers, None)
             self.fill(workers)
 
@@ -186,14 +229,15 @@ class Collector:
             self._away -= away
 
     def _finish(self, number: int) -> None:
-        self._window.finish(number)
+        place, lane = divmod(number, len(self.sources))
+        self.lanes.queues[lane].finish(place)
         self._changed.set()
 
     def state(self) -> dict[str, Any]:
-        """The cursors as plain JSON: window, source, and the tasks in flight."""
+        """The cursors as plain JSON: lanes, sources, and the tasks in flight."""
         return {
-            "window": self._window.state(),
-            "source": self._source.state(),
+            "lanes": self.lanes.state(),
+            "sources": [source.state() for source in self.sources],
             "tasks": {str(n): dataclasses.asdict(task) for n, task in self._tasks.items()},
         }
 
@@ -205,19 +249,34 @@ class Collector:
         and so is a finished group that the pool has lost. Raises UserError if the state
         does not fit this run.
         """
+        if "lanes" not in state:
+            raise UserError(f"the checkpoint's cursors have {sorted(state)}, of an earlier program")
         self._tasks = {int(n): Task(**task) for n, task in state["tasks"].items()}
-        coming = state["window"]["admitted"]
-        unconsumed = [n for n in self._pool.items() if n in self._tasks or n >= coming]
+        queues = [state["lanes"]["queues"].get(name) for name in self.lanes.names]
+        if len(queues) != len(state["lanes"]["queues"]) or None in queues:
+            known = list(state["lanes"]["queues"])
+            raise UserError(f"the checkpoint has the domains {known}, not {self.lanes.names}")
+        unconsumed = [n for n in self._pool.items() if n in self._tasks or self._coming(n, queues)]
         usable = {n for n in unconsumed if self._usable(n, version)}
         self._pool.delete(set(unconsumed) - usable)
-        finished, running = state["window"]["finished"], state["window"]["running"]
-        kept = [pair for pair in finished if pair[0] in usable]
-        lost = [pair for pair in finished if pair[0] not in usable]
-        self._window.restore(
-            {**state["window"], "finished": kept, "running": sorted(running + lost)}
-        )
-        self._source.restore(state["source"])
-        self._stored = usable - set(self._window.finished)
+        kept = [self._kept(lane, queue, usable) for lane, queue in enumerate(queues)]
+        named = dict(zip(self.lanes.names, kept, strict=True))
+        self.lanes.restore({**state["lanes"], "queues": named})
+        for source, saved in zip(self.sources, state["sources"], strict=True):
+            source.restore(saved)
+        ended = [self._number(at, n) for at, q in enumerate(self.lanes.queues) for n in q.finished]
+        self._stored = usable - set(ended)
+
+    def _coming(self, number: int, queues: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether an item was admitted after the state was taken."""
+        place, lane = divmod(number, len(queues))
+        return place >= queues[lane]["admitted"]
+
+    def _kept(self, lane: int, queue: Mapping[str, Any], usable: set[int]) -> dict[str, Any]:
+        """The state of a lane's queue, in which what the pool lacks runs again."""
+        kept = [entry for entry in queue["finished"] if self._number(lane, entry[0]) in usable]
+        lost = [entry for entry in queue["finished"] if entry not in kept]
+        return {**queue, "finished": kept, "running": sorted(queue["running"] + lost)}
 
     def _usable(self, number: int, version: int) -> bool:
         try:

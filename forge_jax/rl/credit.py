@@ -142,6 +142,11 @@ def why_left_out(turn: Turn, outcome: Outcome, constant: bool) -> LeftOut | None
     return LeftOut.CONSTANT_GROUP if constant else None
 
 
+def constant(group: Sequence[Episode], scorer: Scorer = OUTCOME) -> bool:
+    """Whether no call of a group has an advantage: nothing of it would be trained."""
+    return all(np.isnan(values).all() for values in credited([group], scorer)[0])
+
+
 def group_samples(
     group: Sequence[Episode], credit: Credit | None = None
 ) -> list[tuple[Sample, Turn]]:

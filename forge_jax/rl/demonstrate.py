@@ -66,7 +66,9 @@ async def played(
     cfg: TrainConfig, model: LoadedModel, advance: Callable[[], None]
 ) -> list[Episode]:
     """The episodes, as the gateway recorded them."""
-    script, prompter = script_of(cfg.task), Prompter(model.chat)
+    assert cfg.task is not None  # domains are refused with demonstrations
+    family, prompter = cfg.task, Prompter(model.chat)
+    script = script_of(family)
     gateway = Gateway(
         prompter,
         model.chat,
@@ -76,7 +78,7 @@ async def played(
     )
     async with gateway.running() as url, shared_client(url) as client:
         player = Player(
-            agent=agent_of(cfg.task, cfg.agent),
+            agent=agent_of(family, cfg.agent),
             gateway=gateway,
             url=url,
             client=client,
@@ -89,7 +91,7 @@ async def played(
         places = asyncio.Semaphore(cfg.eval.concurrency)
 
         async def one(number: int) -> Episode:
-            task = Task(family=cfg.task, seed=number, split="train")
+            task = Task(family=family, seed=number, split="train")
             calls = script(task, np.random.default_rng([cfg.seed, number]))
             prompter.learn(player.name(number, 0), calls)
             async with places:

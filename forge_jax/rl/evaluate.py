@@ -45,6 +45,16 @@ async def evaluate(
     concurrency: int,
     advance: Callable[[], None] = lambda: None,
 ) -> Evaluation:
+    """What `played` comes to. Raises NothingPlayed as it does."""
+    return summarise(await played(tasks, play, concurrency, advance))
+
+
+async def played(
+    tasks: Sequence[Task],
+    play: Callable[[int, Task], Awaitable[Episode]],
+    concurrency: int,
+    advance: Callable[[], None] = lambda: None,
+) -> list[Episode]:
     """Plays every task once, at most `concurrency` at a time; `advance` is called after each.
 
     Raises NothingPlayed if every agent failed: then it, or the server it calls, is broken.
@@ -62,7 +72,7 @@ async def evaluate(
     episodes = [task.result() for task in running]
     if all(e.outcome.status is Status.AGENT_FAILED for e in episodes):
         raise NothingPlayed(f"every episode failed, the first by {episodes[0].outcome.error}")
-    return summarise(episodes)
+    return episodes
 
 
 def summarise(episodes: Sequence[Episode]) -> Evaluation:

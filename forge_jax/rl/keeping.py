@@ -34,7 +34,7 @@ class Run:
 
     cfg: TrainConfig
     model: LoadedModel
-    agent: Agent
+    agents: Mapping[str, Agent]  # by task family
     folder: Path
     pool: Pool
     checkpoints: Checkpoints
@@ -54,7 +54,7 @@ class Keeper:
         self._unsaved: tuple[int, TrainState, Mapping[str, Any]] | None = None
         self.totals = totals
         self._bar = run.bars.add_task(
-            f"{run.cfg.task} RL", total=run.cfg.steps, completed=step, shown=""
+            f"{run.cfg.title} RL", total=run.cfg.steps, completed=step, shown=""
         )
 
     def seconds(self) -> float:

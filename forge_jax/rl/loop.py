@@ -23,6 +23,7 @@ from forge_jax.rl.credit import LeftOut, credited, group_samples, left_out
 from forge_jax.rl.guard import Guard
 from forge_jax.rl.hold import Held
 from forge_jax.rl.measure import batch_row, drafts_row, episode_row, lineage_row
+from forge_jax.rl.mixture import domain_row
 from forge_jax.rl.parallel import update
 from forge_jax.rl.process import Decode
 from forge_jax.rl.reward_row import reward_row
@@ -112,8 +113,7 @@ async def reinforce(
             collector.fill(workers)
             before = engine.stats()
             began = time.monotonic()
-            wanted = collector.take(cfg.sched.batch, workers, refill=not cfg.sched.synchronous)
-            taken = await unless(stop, wanted)
+            taken = await unless(stop, collector.take(workers))
             if taken is None:
                 break
             collected = time.monotonic()
@@ -134,6 +134,7 @@ async def reinforce(
             row |= batch_row(batch.left_out, batch.samples, batch.trees)
             row |= drafts_row(before, engine.stats())
             row |= trained | {"seconds_collect": collected - began}
+            row |= domain_row(cfg, taken, collector)
             row |= {"pool_retries": collector.pool_retries, **faults()}
             row |= {f"items_{why}": count for why, count in collector.given_up().items()}
             row["seconds_update"] = time.monotonic() - collected

@@ -33,6 +33,7 @@ class Totals:
     items: int = 0
     seconds: float = 0.0  # wall time, all sessions
     eval_before: float | None = None  # success of the warm-started policy
+    evals_before: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of each domain
 
     def add(self, row: dict[str, Any]) -> "Totals":
         """The totals after one more step, described by its row."""

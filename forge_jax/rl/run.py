@@ -6,6 +6,7 @@ was killed continues from its newest checkpoint as if it had not been.
 
 import asyncio
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Mapping
@@ -16,27 +17,30 @@ from typing import Any
 
 from rich.console import Console
 
-from forge_jax.agents.families import agent_of, family_of
-from forge_jax.agents.sources import TaskSource
+from forge_jax.agents.families import family_of
+from forge_jax.agents.protocol import Agent
 from forge_jax.config import RolloutConfig, TrainConfig, UserError
 from forge_jax.models.hf_lora import export_adapter
 from forge_jax.models.load import LoadedModel
 from forge_jax.models.lora import merge, tuned
 from forge_jax.rl.checkpoint import Checkpoints
 from forge_jax.rl.collect import Collector
-from forge_jax.rl.evaluate import Evaluation, evaluate, held_out
+from forge_jax.rl.credit import constant
+from forge_jax.rl.evaluate import Evaluation, played, summarise
 from forge_jax.rl.guard import Guard
 from forge_jax.rl.keeping import Keeper, Run
 from forge_jax.rl.loop import reinforce
-from forge_jax.rl.measure import mean
+from forge_jax.rl.mixture import agents_of, by_domain, evaluated, lanes_of, sources_of
 from forge_jax.rl.play import Player
 from forge_jax.rl.plots import draw_curves
 from forge_jax.rl.pool import pool_of
-from forge_jax.rl.queueing import group_deadline, new_queue
+from forge_jax.rl.queueing import group_deadline
 from forge_jax.rl.report import Reporter, progress, write_whole
+from forge_jax.rl.rewards import Scorer
 from forge_jax.rl.serving import Serving, engine_elsewhere, serving
 from forge_jax.rl.start import Start, beginning, prepared, step_config
 from forge_jax.rl.stopping import stoppable
+from forge_jax.rl.summary import domain_summary, summary_of
 from forge_jax.rl.watchdog import watching
 from forge_jax.rollout.fitting import check_model, over_places
 
@@ -53,7 +57,8 @@ def train(
     warm start stays below its gate.
     """
     began, model = time.monotonic(), prepared(cfg, model)
-    agent = agent_of(cfg.task, cfg.agent, cfg.tools)
+    agents = agents_of(cfg)
+    lanes_of(cfg), sources_of(cfg)  # what does not go together is said before the warm start
     for own in cfg.reward.families:
         family_of(own.family)
     check_model(cfg.rollout, model.cfg)
@@ -70,7 +75,7 @@ def train(
             ThreadPoolExecutor(1, "device") as device,
         ):
             run = Run(
-                cfg=cfg, model=model, agent=agent, folder=folder, pool=pool, bars=bars,
+                cfg=cfg, model=model, agents=agents, folder=folder, pool=pool, bars=bars,
                 checkpoints=checkpoints, reporter=reporter, device=device, began=began,
             )  # fmt: skip
             summary = asyncio.run(play(run, start))
@@ -114,11 +119,15 @@ async def play(run: Run, start: Start) -> dict[str, Any] | None:
             if stop.is_set():
                 await asyncio.get_running_loop().run_in_executor(run.device, keeper.stop)
                 return None
-        after = await evaluation(run, up, "evaluation after")
+        after, domains = await evaluation(run, up, "evaluation after")
     if run.cfg.lora.rank:
         said = (state.params, run.cfg.lora, base_name(run.cfg.model))
         export_adapter(run.folder / "adapter", run.model.cfg, *said)
-    return summary_of(run, keeper, after)
+    rows, totals = run.reporter.rows, keeper.totals
+    found = summary_of(run.cfg, rows, totals, after) | domain_summary(
+        run.cfg, totals, domains, collector.lanes
+    )
+    return found | {"seconds": keeper.seconds(), "run_dir": str(run.folder)}
 
 
 def base_name(model: str) -> str:
@@ -136,22 +145,35 @@ async def opened(run: Run, up: Serving, start: Start, collector: Collector) -> "
     if start.cursors is not None:
         collector.restore(start.cursors, start.step)
         return Keeper(run, start.step, start.totals)
-    success = (await evaluation(run, up, "evaluation before")).success
-    if success < run.cfg.warm.gate:
-        raise UserError(
-            f"the policy solves {success:.2f} of {run.cfg.task}, below "
-            f"warm.gate={run.cfg.warm.gate}: RL would start from chance; raise warm.steps"
-        )
-    keeper = Keeper(run, 0, dataclasses.replace(start.totals, eval_before=success))
+    whole, domains = await evaluation(run, up, "evaluation before")
+    solved = {name: found.success for name, found in domains.items()}
+    for name, success in solved.items():
+        if success < run.cfg.warm.gate:
+            raise UserError(
+                f"the policy solves {success:.2f} of {name}, below "
+                f"warm.gate={run.cfg.warm.gate}: RL would start from chance; raise warm.steps"
+            )
+    totals = dataclasses.replace(start.totals, eval_before=whole.success, evals_before=solved)
+    keeper = Keeper(run, 0, totals)
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(run.device, keeper.save, 0, start.state, collector.state())
     return keeper
 
 
-def player(run: Run, up: Serving, purpose: str, seed: int, temperature: float) -> Player:
-    """A player of this run's tasks through what is up."""
+def players(
+    run: Run, up: Serving, purpose: str, seed: int, temperature: float
+) -> dict[str, Player]:
+    """By family a player of its tasks through what is up."""
+    one = functools.partial(player, run, up, purpose, seed, temperature)
+    return {family: one(agent) for family, agent in run.agents.items()}
+
+
+def player(
+    run: Run, up: Serving, purpose: str, seed: int, temperature: float, agent: Agent
+) -> Player:
+    """A player of an agent's tasks through what is up."""
     return Player(
-        agent=run.agent,
+        agent=agent,
         gateway=up.gateway,
         url=up.url,
         client=up.client,
@@ -164,62 +186,43 @@ def player(run: Run, up: Serving, purpose: str, seed: int, temperature: float) -
     )
 
 
-async def evaluation(run: Run, up: Serving, title: str) -> Evaluation:
-    """Plays the held-out episodes; the same ones, with the same seeds, whenever it is called."""
-    cfg = run.cfg.eval
-    bar = run.bars.add_task(title, total=cfg.episodes, shown="")
-    one = player(run, up, "eval", cfg.seed, cfg.temperature)
-    found = await evaluate(
-        held_out(run.cfg.task, cfg.episodes, cfg.seed),
-        lambda number, task: one.episode(number, 0, task),
+async def evaluation(run: Run, up: Serving, title: str) -> tuple[Evaluation, dict[str, Evaluation]]:
+    """Plays the held-out episodes of all domains, the same ones, with the same seeds, whenever it
+    is called: what they came to, all together and by domain."""
+    cfg, tasks = run.cfg.eval, evaluated(run.cfg)
+    bar = run.bars.add_task(title, total=len(tasks), shown="")
+    one = players(run, up, "eval", cfg.seed, cfg.temperature)
+    episodes = await played(
+        tasks,
+        lambda number, task: one[task.family].episode(number, 0, task),
         cfg.concurrency,
         advance=lambda: run.bars.advance(bar),
     )
+    found = summarise(episodes)
     low, high = found.success_ci
     run.bars.update(
         bar,
         shown=f"success {found.success:.3f} [{low:.3f}, {high:.3f}]  calls {found.mean_turns:.2f}",
     )
-    return found
+    return found, by_domain(run.cfg, episodes)
 
 
 def new_collector(run: Run, up: Serving) -> Collector:
-    """An empty queue over the run's pool and task source."""
-    sched = run.cfg.sched
-    one = player(run, up, "train", run.cfg.seed, run.cfg.temperature)
+    """Empty queues over the run's pool and task sources."""
+    cfg = run.cfg
+    one = players(run, up, "train", cfg.seed, cfg.temperature)
+    scorer = Scorer(reward=cfg.reward, credit=cfg.credit, decode=run.model.chat.tokenizer.decode)
     return Collector(
-        window=new_queue(sched),
+        lanes=lanes_of(cfg),
         pool=run.pool,
-        source=TaskSource((run.cfg.task,), seed=run.cfg.seed, split="train"),
-        play=lambda number, task: one.group(number, task, sched.group, group_deadline(sched)),
-        patience=sched.pool_seconds,
+        sources=sources_of(cfg),
+        play=lambda number, task: one[task.family].group(
+            number, task, cfg.sched.group, group_deadline(cfg.sched)
+        ),
+        patience=cfg.sched.pool_seconds,
+        filters=cfg.filter,
+        constant=lambda group: constant(group, scorer),
     )
-
-
-def summary_of(run: Run, keeper: Keeper, after: Evaluation) -> dict[str, Any]:
-    """The contents of summary.json."""
-    cfg, totals = run.cfg, keeper.totals
-    rewards = [row["reward"] for row in run.reporter.rows]  # None where no episode was valid
-    tenth = max(1, len(rewards) // 10)
-    return {
-        "steps": cfg.steps,
-        "reward_first": mean([r for r in rewards[:tenth] if r is not None]),
-        "reward_last": mean([r for r in rewards[-tenth:] if r is not None]),
-        "eval_before": totals.eval_before,
-        "eval_after": after.success,
-        "eval_after_ci": after.success_ci,
-        "mean_turns": after.mean_turns,
-        "episodes": totals.episodes,
-        "tokens_sampled": totals.tokens_sampled,
-        "tokens_trained": totals.tokens_trained,
-        "updates_skipped": totals.updates_skipped,
-        "tree_token_ratio": totals.tokens_total / max(1, totals.tokens_unique),
-        "lag_mean": totals.lag_sum / max(1, totals.items),
-        "lag_max": totals.lag_max,
-        "lag_bound": new_queue(cfg.sched).lag_bound,
-        "seconds": keeper.seconds(),
-        "run_dir": str(run.folder),
-    }
 
 
 def sizes(cfg: TrainConfig) -> RolloutConfig:

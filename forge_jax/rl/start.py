@@ -24,9 +24,10 @@ from forge_jax.rl.checkpoint import Checkpoints
 from forge_jax.rl.demonstrate import demonstrations, drawn
 from forge_jax.rl.losses import cispo, negative_log_likelihood
 from forge_jax.rl.measure import Totals
+from forge_jax.rl.mixture import imitated_play
 from forge_jax.rl.state import TrainState, create
 from forge_jax.rl.step import StepConfig, Updated
-from forge_jax.rl.warm import scripted_samples, warm_start
+from forge_jax.rl.warm import warm_start
 from forge_jax.sharding import mesh_from, put, shardings
 from forge_jax.types import Sample
 
@@ -147,7 +148,7 @@ def imitation(
     follows a script, or else the family's own play."""
     warm = cfg.warm
     if warm.demonstrations is None:
-        return lambda step: scripted_samples(cfg.task, model.chat, warm.batch, cfg.seed, step)
+        return lambda step: imitated_play(cfg, model.chat, step)
     bar = bars.add_task("demonstrations", total=warm.demonstrations, shown="")
     shown = demonstrations(cfg, model, lambda: bars.advance(bar))
     return lambda step: drawn(shown, warm.batch, cfg.seed, step)

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from small_policy import make_turn
 
+from forge_jax.agents.curriculum import DomainTasks
 from forge_jax.agents.sources import TaskSource
 from forge_jax.rl.collect import Collector, Group, Taken
+from forge_jax.sched.lanes import LaneConfig, Lanes
 from forge_jax.sched.policies import Window
 from forge_jax.sched.pool import Pool
-from forge_jax.sched.queue import Queue
 from forge_jax.types import Episode, Outcome, Status, Task
 
 
@@ -40,23 +41,31 @@ class Players:
         return group(number, task, self.version)
 
 
-def collector(folder: Path, players: Players, n: int = 6, w: int | None = 3) -> Collector:
+def collector(
+    folder: Path,
+    players: Players,
+    n: int = 6,
+    w: int | None = 3,
+    batch: int = 3,
+    exact: bool = False,
+) -> Collector:
+    lane = LaneConfig(name="hop", policy=Window(in_flight=n, window=w))
     return Collector(
-        window=Queue(Window(in_flight=n, window=w), batch=1),
+        lanes=Lanes([lane], batch=batch, exact=exact),
         pool=Pool.open(str(folder)),
-        source=TaskSource(("hop",), seed=0, split="train"),
+        sources=[DomainTasks("hop", seed=0)],
         play=players.play,
         patience=60.0,
     )
 
 
-async def taken(one: Collector, batches: int, size: int, refill: bool = True) -> list[list[Taken]]:
+async def taken(one: Collector, batches: int) -> list[list[Taken]]:
     found = []
     async with asyncio.TaskGroup() as workers:
         one.resume(workers)
         for _ in range(batches):
             one.fill(workers)
-            found.append(await one.take(size, workers, refill))
+            found.append(await one.take(workers))
         one.cancel()
     return found
 
@@ -70,7 +79,7 @@ def numbers(batches: list[list[Taken]]) -> list[int]:
 def test_every_item_is_consumed_once_and_carries_its_own_task(
     tmp_path: Path, seed: int, window: int | None
 ) -> None:
-    found = asyncio.run(taken(collector(tmp_path, Players(seed), w=window), 5, 4))
+    found = asyncio.run(taken(collector(tmp_path, Players(seed), w=window, batch=4), 5))
     tasks = TaskSource(("hop",), seed=0, split="train")
     by_number = [next(tasks) for _ in range(100)]
     assert len(set(numbers(found))) == 20
@@ -85,18 +94,18 @@ def test_every_item_is_consumed_once_and_carries_its_own_task(
         assert max(lags) <= 6 + window - 1
 
 
-def test_without_refill_a_batch_is_admitted_only_by_the_next_fill(tmp_path: Path) -> None:
+def test_exact_lanes_admit_a_batch_only_by_the_next_fill(tmp_path: Path) -> None:
     players = Players(0)
-    one = collector(tmp_path, players, n=4, w=0)
+    one = collector(tmp_path, players, n=4, w=0, batch=4, exact=True)
 
     async def run() -> None:
         async with asyncio.TaskGroup() as workers:
             one.fill(workers)
-            await one.take(4, workers, refill=False)
+            await one.take(workers)
             await asyncio.sleep(0.01)
             assert sorted(players.played) == [0, 1, 2, 3]
             one.fill(workers)
-            await one.take(4, workers, refill=False)
+            await one.take(workers)
             assert sorted(players.played) == list(range(8))
 
     asyncio.run(run())
@@ -110,11 +119,11 @@ def test_a_resume_consumes_what_the_lost_session_did_not(tmp_path: Path, seed: i
     async def lost_session() -> tuple[list[list[Taken]], dict[str, Any]]:
         async with asyncio.TaskGroup() as workers:
             first.fill(workers)
-            early = [await first.take(3, workers, refill=True) for _ in range(2)]
+            early = [await first.take(workers) for _ in range(2)]
             state = first.state()
             players.version = 1  # the session goes on under weights that are never saved
             for _ in range(3):
-                await first.take(3, workers, refill=True)
+                await first.take(workers)
             first.cancel()
         return early, state
 
@@ -122,7 +131,7 @@ def test_a_resume_consumes_what_the_lost_session_did_not(tmp_path: Path, seed: i
     late_players = Players(seed + 200, version=0)
     second = collector(tmp_path, late_players)
     second.restore(state, version=0)
-    late = asyncio.run(taken(second, 4, 3))
+    late = asyncio.run(taken(second, 4))
     history = numbers(early) + numbers(late)
     assert len(set(history)) == len(history) == 18
     assert sorted(history)[:12] == list(range(12))  # nothing is skipped for good
@@ -131,35 +140,35 @@ def test_a_resume_consumes_what_the_lost_session_did_not(tmp_path: Path, seed: i
 
 
 def test_groups_that_the_pool_already_holds_are_not_played_again(tmp_path: Path) -> None:
-    first = collector(tmp_path, Players(0), n=6)
-    asyncio.run(taken(first, 1, 2))
+    first = collector(tmp_path, Players(0), n=6, batch=2)
+    asyncio.run(taken(first, 1))
     state = first.state()
     held = set(Pool.open(str(tmp_path)).items())
     players = Players(1)
-    second = collector(tmp_path, players, n=6)
+    second = collector(tmp_path, players, n=6, batch=2)
     second.restore(state, version=0)
-    asyncio.run(taken(second, 2, 2))
+    asyncio.run(taken(second, 2))
     assert not held & set(players.played)
 
 
 def test_a_group_lost_by_the_pool_is_played_again(tmp_path: Path) -> None:
-    first = collector(tmp_path, Players(0), n=6, w=6)
+    first = collector(tmp_path, Players(0), n=6, w=6, batch=1)
 
     async def fill_and_take() -> None:
         async with asyncio.TaskGroup() as workers:
             first.fill(workers)
-            await first.take(1, workers, refill=False)
+            await first.take(workers)
             # Leaving the block waits for the others: they finish, unconsumed.
 
     asyncio.run(fill_and_take())
     state = first.state()
-    lost = state["window"]["finished"][0][0]
+    lost = state["lanes"]["queues"]["hop"]["finished"][0][0]
     (tmp_path / "items" / f"{lost:012}").write_bytes(b"not an episode")
     players = Players(1)
-    second = collector(tmp_path, players, n=6, w=6)
+    second = collector(tmp_path, players, n=6, w=6, batch=1)
     second.restore(state, version=0)
     # As many as the window lets overtake it.
-    found = numbers(asyncio.run(taken(second, 12, 1)))
+    found = numbers(asyncio.run(taken(second, 12)))
     assert lost in players.played
     assert lost in found
     assert Pool.open(str(tmp_path)).corrupt() == (lost,)
@@ -172,5 +181,5 @@ def test_a_player_that_raises_ends_the_loop_with_its_error(tmp_path: Path) -> No
     one = collector(tmp_path, Players(0))
     one._play = broken
     with pytest.raises(ExceptionGroup, match="unhandled errors") as caught:
-        asyncio.run(taken(one, 1, 1))
+        asyncio.run(taken(one, 1))
     assert "item 0 broke" in repr(caught.value.exceptions)

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 from small_policy import make_turn
 
-from forge_jax.agents.sources import TaskSource
+from forge_jax.agents.curriculum import DomainTasks
 from forge_jax.config import SchedConfig
 from forge_jax.rl import collect
 from forge_jax.rl.collect import Collector, Group, Taken
-from forge_jax.rl.queueing import new_queue
+from forge_jax.rl.queueing import new_deadline, new_policy
 from forge_jax.sched.answers import StoreUnavailable
+from forge_jax.sched.lanes import LaneConfig, Lanes
 from forge_jax.sched.policies import Why
 from forge_jax.sched.pool import Pool
 from forge_jax.types import Episode, Outcome, Status, Task
@@ -43,25 +44,24 @@ class Players:
 
 
 def collector(folder: Path, players: Players, sched: SchedConfig) -> Collector:
+    lane = LaneConfig(name="hop", policy=new_policy(sched), deadline=new_deadline(sched))
     return Collector(
-        window=new_queue(sched),
+        lanes=Lanes([lane], batch=sched.batch, exact=sched.synchronous),
         pool=Pool.open(str(folder)),
-        source=TaskSource(("hop",), seed=0, split="train"),
+        sources=[DomainTasks("hop", seed=0)],
         play=players.play,
         patience=60.0,
     )
 
 
-async def taken(
-    one: Collector, batches: int, size: int, refill: bool, players: Players | None = None
-) -> list[Taken]:
+async def taken(one: Collector, batches: int, players: Players | None = None) -> list[Taken]:
     """What is consumed; by the end of the first batch `players` have ended what hung."""
     found: list[Taken] = []
     async with asyncio.timeout(20), asyncio.TaskGroup() as workers:
         one.resume(workers)
         for _ in range(batches):
             one.fill(workers)
-            found += await one.take(size, workers, refill)
+            found += await one.take(workers)
             if players is not None:
                 assert players.cancelled == [0, 1]
                 players = None
@@ -77,7 +77,7 @@ def test_a_head_that_hangs_expires(tmp_path: Path, synchronous: bool) -> None:
     )
     players = Players(hangs=2)
     one = collector(tmp_path, players, sched)
-    found = asyncio.run(taken(one, 3, 4, not synchronous, players))
+    found = asyncio.run(taken(one, 3, players))
     assert {item.number for item in found} == set(range(2, 14))  # 0 and 1 are nobody's
     assert one.given_up() == {Why.EXPIRED: 2, Why.REQUEUED: 0, Why.DROPPED: 0}
     assert not {0, 1} & set(Pool.open(str(tmp_path)).items())
@@ -87,7 +87,7 @@ def test_a_head_that_hangs_once_is_played_again_as_another(tmp_path: Path) -> No
     sched = SchedConfig(batch=1, in_flight=3, window=1, head_seconds=SECONDS, requeue=True)
     players = Players(hangs=1)
     one = collector(tmp_path, players, sched)
-    found = asyncio.run(taken(one, 8, 1, refill=True))
+    found = asyncio.run(taken(one, 8))
     [again] = [n for n, task in players.played[1:] if task == players.played[0][1]]
     assert 0 not in {item.number for item in found}
     assert again in {item.number for item in found}
@@ -97,13 +97,13 @@ def test_a_head_that_hangs_once_is_played_again_as_another(tmp_path: Path) -> No
 def test_a_task_that_hangs_again_expires_and_a_resume_knows_what_is_gone(tmp_path: Path) -> None:
     sched = SchedConfig(batch=1, in_flight=1, window=0, head_seconds=SECONDS, requeue=True)
     one = collector(tmp_path, Players(hangs=2), sched)
-    found = asyncio.run(taken(one, 1, 1, refill=False))
+    found = asyncio.run(taken(one, 1))
     assert [item.number for item in found] == [2]
     assert one.given_up() == {Why.EXPIRED: 1, Why.REQUEUED: 1, Why.DROPPED: 0}
     other = collector(tmp_path, Players(hangs=0), sched)
     other.restore(one.state(), version=0)
     assert other.given_up() == one.given_up()
-    assert [item.number for item in asyncio.run(taken(other, 2, 1, refill=False))] == [3, 4]
+    assert [item.number for item in asyncio.run(taken(other, 2))] == [3, 4]
 
 
 def test_no_deadline_ends_a_group_that_waits_for_the_pool(
@@ -121,7 +121,7 @@ def test_no_deadline_ends_a_group_that_waits_for_the_pool(
         return put(item, episodes)
 
     monkeypatch.setattr(one._pool, "put", troubled)
-    found = asyncio.run(taken(one, 2, 1, refill=True))
+    found = asyncio.run(taken(one, 2))
     assert len(found) == 2
     assert sum(one.given_up().values()) == 0
     assert one.pool_retries == 1

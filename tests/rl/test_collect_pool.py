@@ -10,14 +10,14 @@ import pytest
 import tensorstore as ts
 from test_collect import group
 
-from forge_jax.agents.sources import TaskSource
+from forge_jax.agents.curriculum import DomainTasks
 from forge_jax.config import UserError
 from forge_jax.rl import collect
 from forge_jax.rl.collect import Collector, Group
 from forge_jax.sched.answers import StoreUnavailable
+from forge_jax.sched.lanes import LaneConfig, Lanes
 from forge_jax.sched.policies import Window
 from forge_jax.sched.pool import Pool
-from forge_jax.sched.queue import Queue
 from forge_jax.types import Task
 
 N, W = 4, 2
@@ -61,16 +61,17 @@ async def consumed(store: Flaky, patience: float, items: int) -> tuple[list[int]
         most = max(most, played - store.written)
         return group(number, task)
 
+    lane = LaneConfig(name="hop", policy=Window(in_flight=N, window=W))
     one = Collector(
-        window=Queue(Window(in_flight=N, window=W), batch=1),
+        lanes=Lanes([lane], batch=items),
         pool=Pool(store),  # type: ignore[arg-type]
-        source=TaskSource(("hop",), seed=0, split="train"),
+        sources=[DomainTasks("hop", seed=0)],
         play=play,
         patience=patience,
     )
     async with asyncio.TaskGroup() as workers:
         one.fill(workers)
-        taken = await one.take(items, workers, refill=True)
+        taken = await one.take(workers)
         one.cancel()
     return [item.number for item in taken if item.episodes], most, one
 

@@ -1,0 +1,162 @@
+"""The domains of a run: their lanes, tasks, held-out episodes, scripted play, and what each gave.
+
+A configuration, and later consumed items, flow in; queues, tasks and rows of metrics flow out. The
+invariant: a run of one task is a mixture of one domain, and differs from another in nothing else.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from forge_jax.agents.curriculum import DomainTasks
+from forge_jax.agents.families import agent_of
+from forge_jax.agents.protocol import Agent
+from forge_jax.config import Domain, SchedConfig, TrainConfig, UserError
+from forge_jax.models.chat import Chat
+from forge_jax.rl.collect import Collector, Taken
+from forge_jax.rl.evaluate import Evaluation, held_out, summarise
+from forge_jax.rl.measure import mean
+from forge_jax.rl.queueing import new_deadline, new_policy
+from forge_jax.rl.warm import scripted_samples
+from forge_jax.sched.lanes import LaneConfig, Lanes
+from forge_jax.types import Episode, Sample, Task
+
+
+def lanes_of(cfg: TrainConfig) -> Lanes:
+    """The empty queues of a run, one for each domain.
+
+    Raises UserError where a domain's share of a batch is less than an item, or its sizes do not go
+    together.
+    """
+    sched = cfg.sched
+    lanes = []
+    for domain in cfg.mixture:
+        own = lane_sched(domain, cfg)
+        policy, deadline = new_policy(own), new_deadline(own)
+        named = LaneConfig(name=domain.name, policy=policy, share=domain.share, deadline=deadline)
+        lanes.append(named)
+    return Lanes(
+        lanes,
+        batch=sched.batch,
+        tokens=sched.shares == "tokens",
+        exact=sched.synchronous,
+        spare=cfg.filter.tries or 0,
+    )
+
+
+def lane_sched(domain: Domain, cfg: TrainConfig) -> SchedConfig:
+    """`cfg.sched` for one domain: its own sizes, or its share of the run's, rounded up."""
+    sched, own = cfg.sched, domain.own
+
+    def part(whole: int) -> int:
+        return math.ceil(domain.share * whole - 1e-9)
+
+    least = [math.floor(other.share * sched.batch + 1e-9) for other in cfg.mixture]
+    batch = max(1, math.floor(domain.share * sched.batch + 1e-9))
+    places = part(sched.places) if own.in_flight is None else own.in_flight
+    if sched.synchronous:  # a batch may take the quota of all domains' remainders from this one
+        fixed = sched.shares == "items"
+        batch = places = batch + sched.batch - sum(least) if fixed else sched.batch
+    window = sched.window if type(sched.window) is not int else part(sched.window)
+    try:
+        if sched.synchronous and own.in_flight is not None:
+            raise ValueError(f"in_flight={own.in_flight} goes with sched.synchronous=False")
+        return dataclasses.replace(
+            sched,
+            batch=batch if sched.shares == "items" or sched.synchronous else 1,
+            in_flight=places,
+            window=window if own.window is None else own.window,
+            buffer=None if sched.buffer is None else part(sched.buffer),
+            head_seconds=sched.head_seconds if own.head_seconds is None else own.head_seconds,
+            requeue=sched.requeue if own.requeue is None else own.requeue,
+        )
+    except ValueError as error:
+        raise UserError(f"domain {domain.name}: {error}") from error
+
+
+def sources_of(cfg: TrainConfig) -> list[DomainTasks]:
+    """The tasks of every domain. Raises UserError on an unknown family."""
+    return [
+        DomainTasks(
+            domain.family, cfg.seed, domain.own.tasks, domain.own.curriculum, cfg.filter.solved
+        )
+        for domain in cfg.mixture
+    ]
+
+
+def agents_of(cfg: TrainConfig) -> Mapping[str, Agent]:
+    """An agent for the tasks of every family. Raises UserError as `agent_of`."""
+    families = dict.fromkeys(domain.family for domain in cfg.mixture)
+    return {family: agent_of(family, cfg.agent, cfg.tools) for family in families}
+
+
+def evaluated(cfg: TrainConfig) -> list[Task]:
+    """The held-out tasks of all domains, one after the other, `cfg.eval.episodes` of each; of a
+    curriculum every level in turn."""
+    tasks = []
+    for domain in cfg.mixture:
+        curriculum = domain.own.curriculum
+        levels = (0,) if curriculum is None else curriculum.levels
+        own = held_out(domain.family, cfg.eval.episodes, cfg.eval.seed)
+        for number, task in enumerate(own):
+            tasks.append(dataclasses.replace(task, level=levels[number % len(levels)]))
+    return tasks
+
+
+def by_domain(cfg: TrainConfig, episodes: Sequence[Episode]) -> dict[str, Evaluation]:
+    """What the episodes of `evaluated` came to in every domain."""
+    each = cfg.eval.episodes
+    parts = [episodes[i * each : (i + 1) * each] for i in range(len(cfg.mixture))]
+    return {d.name: summarise(part) for d, part in zip(cfg.mixture, parts, strict=True)}
+
+
+def imitated_play(cfg: TrainConfig, chat: Chat, step: int) -> list[Sample]:
+    """A batch of scripted episodes of all families, in the shares of their domains."""
+    shares: dict[str, float] = {}
+    for domain in cfg.mixture:
+        shares[domain.family] = shares.get(domain.family, 0.0) + domain.share
+    samples, before, given = [], 0.0, 0
+    for family, share in shares.items():
+        before += share
+        episodes = round(before * cfg.warm.batch) - given
+        given += episodes
+        samples += scripted_samples(family, chat, episodes, cfg.seed, step)
+    return samples
+
+
+def domain_row(cfg: TrainConfig, taken: Sequence[Taken], collector: Collector) -> dict[str, Any]:
+    """What each domain gave to an update, under names that end in the domain's; its shares of what
+    has been trained so far. Nothing of a run of one task, but for what its filter left aside."""
+    row: dict[str, Any] = {}
+    if cfg.filter.constant:
+        row["items_constant"] = sum(item.again for item in taken)
+    if cfg.domains is None:
+        return row
+    for name, source in zip(collector.lanes.names, collector.sources, strict=True):
+        own = [item for item in taken if item.domain == name]
+        episodes = [e for item in own for e in item.episodes]
+        lags = [item.lag for item in own]
+        values = {
+            "reward": mean([e.outcome.reward for e in episodes if e.outcome.valid]),
+            "items": sum(not item.again for item in own),
+            "lag_mean": mean(lags),
+            "lag_max": max(lags, default=None),
+            "tokens_sampled": sum(len(t.output) for e in episodes for t in e.turns),
+        }
+        if cfg.filter.constant:
+            values["items_constant"] = sum(item.again for item in own)
+        values |= {"tasks_" + measure: value for measure, value in source.report().items()}
+        row |= {f"{key}_{name}": value for key, value in values.items()}
+    return row | shares_row(collector.lanes)
+
+
+def shares_row(lanes: Lanes) -> dict[str, Any]:
+    """The shares of all trained items and of their sampled tokens that each domain has had."""
+    items = sum(lane.items for lane in lanes.trained)
+    tokens = sum(lane.tokens for lane in lanes.trained)
+    row: dict[str, Any] = {}
+    for name, lane in zip(lanes.names, lanes.trained, strict=True):
+        row[f"share_items_{name}"] = lane.items / items if items else None
+        row[f"share_tokens_{name}"] = lane.tokens / tokens if tokens else None
+    return row

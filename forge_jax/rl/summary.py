@@ -1,0 +1,52 @@
+"""What a run came to, in one object: the contents of summary.json.
+
+Rows of metrics, totals and evaluations flow in, plain JSON flows out.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from forge_jax.config import TrainConfig
+from forge_jax.rl.evaluate import Evaluation
+from forge_jax.rl.measure import Totals, mean
+from forge_jax.rl.mixture import lanes_of, shares_row
+from forge_jax.sched.lanes import Lanes
+
+
+def summary_of(
+    cfg: TrainConfig, rows: Sequence[Mapping[str, Any]], totals: Totals, after: Evaluation
+) -> dict[str, Any]:
+    """What holds of the run as a whole."""
+    rewards = [row["reward"] for row in rows]  # None where no episode was valid
+    tenth = max(1, len(rewards) // 10)
+    return {
+        "steps": cfg.steps,
+        "reward_first": mean([r for r in rewards[:tenth] if r is not None]),
+        "reward_last": mean([r for r in rewards[-tenth:] if r is not None]),
+        "eval_before": totals.eval_before,
+        "eval_after": after.success,
+        "eval_after_ci": after.success_ci,
+        "mean_turns": after.mean_turns,
+        "episodes": totals.episodes,
+        "tokens_sampled": totals.tokens_sampled,
+        "tokens_trained": totals.tokens_trained,
+        "updates_skipped": totals.updates_skipped,
+        "tree_token_ratio": totals.tokens_total / max(1, totals.tokens_unique),
+        "lag_mean": totals.lag_sum / max(1, totals.items),
+        "lag_max": totals.lag_max,
+        "lag_bound": lanes_of(cfg).lag_bound,
+    }
+
+
+def domain_summary(
+    cfg: TrainConfig, totals: Totals, after: Mapping[str, Evaluation], lanes: Lanes
+) -> dict[str, Any]:
+    """What holds of each domain, under names that end in the domain's; nothing of one task."""
+    if cfg.domains is None:
+        return {}
+    found: dict[str, Any] = {}
+    for name, evaluation in after.items():
+        found[f"eval_before_{name}"] = totals.evals_before.get(name)
+        found[f"eval_after_{name}"] = evaluation.success
+        found[f"eval_after_ci_{name}"] = evaluation.success_ci
+    return found | shares_row(lanes)
