@@ -142,7 +142,7 @@ def why_left_out(turn: Turn, outcome: Outcome, constant: bool) -> LeftOut | None
     return LeftOut.CONSTANT_GROUP if constant else None
 
 
-def constant(group: Sequence[Episode], scorer: Scorer = OUTCOME) -> bool:
+def says_nothing(group: Sequence[Episode], scorer: Scorer = OUTCOME) -> bool:
     """Whether no call of a group has an advantage: nothing of it would be trained."""
     return all(np.isnan(values).all() for values in credited([group], scorer)[0])
 

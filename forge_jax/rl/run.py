@@ -25,7 +25,7 @@ from forge_jax.models.load import LoadedModel
 from forge_jax.models.lora import merge, tuned
 from forge_jax.rl.checkpoint import Checkpoints
 from forge_jax.rl.collect import Collector
-from forge_jax.rl.credit import constant
+from forge_jax.rl.credit import says_nothing
 from forge_jax.rl.evaluate import Evaluation, played, summarise
 from forge_jax.rl.guard import Guard
 from forge_jax.rl.keeping import Keeper, Run
@@ -221,7 +221,7 @@ def new_collector(run: Run, up: Serving) -> Collector:
         ),
         patience=cfg.sched.pool_seconds,
         filters=cfg.filter,
-        constant=lambda group: constant(group, scorer),
+        constant=lambda group: says_nothing(group, scorer),
     )
 
 
