@@ -49,7 +49,7 @@ def run_model(folder: str | Path, fresh: LoadedModel) -> LoadedModel:
 def check_same(folder: Path, cfg: TrainConfig) -> None:
     """Raises UserError, naming what differs, unless the run in `folder` is one of `cfg`."""
     there, here = (
-        dict(_leaves(asdict(replace(one, resume=None)))) for one in (run_config(folder), cfg)
+        dict(leaves(asdict(replace(one, resume=None)))) for one in (run_config(folder), cfg)
     )
     different = [
         f"{key}={there.get(key)}, here {here.get(key)}"
@@ -72,10 +72,10 @@ def summary_of(folder: Path) -> dict[str, Any] | None:
     return summary if summary["steps"] == run_config(folder).steps else None
 
 
-def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     """The values of nested mappings by their dotted keys."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{above}{key}.")
+            yield from leaves(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", value
