@@ -59,6 +59,8 @@ class SchedConfig:
     synchronous: bool = False  # True: a step's groups are all sampled by the newest weights
     hold_updates: int = 0  # ... or by those that many updates older, where synchronous
     episode_seconds: float = 60.0  # an episode that takes longer has timed out
+    tool_seconds: float | None = None  # of a tool in it; None: no limit of its own
+    verify_seconds: float | None = 30.0  # of scoring its answer; None: no limit of its own
     pool_seconds: float = 600.0  # that the pool's store may be away before the run ends
 
     def __post_init__(self) -> None:
@@ -77,6 +79,9 @@ class SchedConfig:
         self._check_group()
         self._check_synchronous()
         check(self.episode_seconds > 0, f"episode_seconds={self.episode_seconds} must be > 0")
+        for name in ("tool_seconds", "verify_seconds"):
+            limit = getattr(self, name)
+            check(limit is None or 0 < limit < math.inf, f"{name}={limit} must be a number > 0")
         check(self.pool_seconds >= 0, f"pool_seconds={self.pool_seconds} must be >= 0")
 
     def _check_policy(self) -> None:

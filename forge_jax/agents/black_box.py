@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
@@ -22,10 +22,12 @@ from openai import AsyncOpenAI
 from forge_jax.agents import black_box_folder as folders
 from forge_jax.agents.black_box_text import Facts, environment_of, facts_of, files_of, filled
 from forge_jax.agents.faults import environment
+from forge_jax.agents.limits import LIMITS
 from forge_jax.agents.process import Ended, How, Launch, LocalProcesses, Processes
 from forge_jax.agents.process_forks import ForkedProcesses
 from forge_jax.agents.protocol import Workspace
 from forge_jax.agents.sandbox import Sandbox, relay_port, sandbox_of
+from forge_jax.agents.verifiers import Verifiers
 from forge_jax.config import UserError
 from forge_jax.programs import ProgramConfig
 from forge_jax.types import Outcome, Status, Task
@@ -42,6 +44,7 @@ class BlackBox:
     start: Callable[[Task], Workspace]
     processes: Processes
     sandbox: Sandbox
+    verifiers: Verifiers = field(default_factory=Verifiers)
 
     async def run(self, task: Task, client: AsyncOpenAI, model: str) -> Outcome:
         url = str(client.base_url)
@@ -58,9 +61,9 @@ class BlackBox:
             failed = failure(ended, self.cfg)
             if failed is not None:
                 return failed
-            with environment("score"):
-                reader = folders.Reader(folder / "work")
-                reward = float(await asyncio.to_thread(world.score, reader, ended.stdout))
+            reader = folders.Reader(folder / "work")
+            limit = LIMITS.get().verify
+            reward = await self.verifiers.call(world.score, reader, ended.stdout, seconds=limit)
             return Outcome(status=Status.COMPLETED, reward=reward, metrics=metrics(ended))
 
 

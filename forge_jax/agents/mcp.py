@@ -12,7 +12,7 @@ import re
 import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,6 +31,7 @@ from openai import AsyncOpenAI
 from forge_jax.agents import black_box_folder as folders
 from forge_jax.agents.faults import BadCall, EnvironmentFault, environment
 from forge_jax.agents.protocol import Environment, Message, Tool, Workspace
+from forge_jax.agents.verifiers import Verifiers
 from forge_jax.agents.white_box import ToolLoop
 from forge_jax.config import UserError
 from forge_jax.programs import PLACE
@@ -74,6 +75,7 @@ class McpWorld:
     workspace: Workspace
     workdir: Path
     offered: Mapping[str, Offered]  # by name
+    verifiers: Verifiers
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -102,7 +104,7 @@ class McpWorld:
 
     async def score(self, answer: str) -> float:
         reader = folders.Reader(self.workdir)
-        return float(await asyncio.to_thread(self.workspace.score, reader, answer))
+        return await self.verifiers.call(self.workspace.score, reader, answer, seconds=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +113,7 @@ class McpAgent:
 
     cfg: ToolsConfig
     start: Callable[[Task], Workspace]
+    verifiers: Verifiers = field(default_factory=Verifiers)
 
     async def run(self, task: Task, client: AsyncOpenAI, model: str) -> Outcome:
         with folders.episode_folder() as folder:
@@ -118,7 +121,7 @@ class McpAgent:
             with environment("setup"):
                 workspace = self.start(task)
                 await asyncio.to_thread(self._fill, workspace, workdir)
-            async with opened(self.cfg, workspace, workdir) as world:
+            async with opened(self.cfg, workspace, workdir, self.verifiers) as world:
                 # The task groups of a transport would wrap what is raised through them.
                 try:
                     return await self._loop(world).run(task, client, model)
@@ -150,7 +153,9 @@ def mcp_agent(cfg: ToolsConfig, start: Callable[[Task], Workspace]) -> McpAgent:
 
 
 @asynccontextmanager
-async def opened(cfg: ToolsConfig, workspace: Workspace, workdir: Path) -> AsyncIterator[McpWorld]:
+async def opened(
+    cfg: ToolsConfig, workspace: Workspace, workdir: Path, verifiers: Verifiers
+) -> AsyncIterator[McpWorld]:
     """The world with its servers up; they are down when the block is left.
 
     Raises EnvironmentFault where a server does not start, or two offer tools of one name.
@@ -163,7 +168,7 @@ async def opened(cfg: ToolsConfig, workspace: Workspace, workdir: Path) -> Async
         except EnvironmentFault as error:
             fault = error
         else:
-            yield McpWorld(workspace, workdir, offered)
+            yield McpWorld(workspace, workdir, offered, verifiers)
     if fault is not None:
         raise fault
 

@@ -6,11 +6,13 @@ because one episode must not take the others down.
 """
 
 import asyncio
+import contextvars
 import math
 
 from openai import APIStatusError, AsyncOpenAI
 
 from forge_jax.agents.faults import EnvironmentFault
+from forge_jax.agents.limits import LIMITS, UNLIMITED, WorldLimits
 from forge_jax.agents.protocol import Agent
 from forge_jax.types import Outcome, Status, Task
 
@@ -18,9 +20,14 @@ GRACE_SECONDS = 5.0  # for an agent to clean up after it was cancelled; programs
 
 
 async def run_episode(
-    agent: Agent, task: Task, client: AsyncOpenAI, model: str, timeout: float
+    agent: Agent,
+    task: Task,
+    client: AsyncOpenAI,
+    model: str,
+    timeout: float,
+    limits: WorldLimits = UNLIMITED,
 ) -> Outcome:
-    """Runs `agent` at `task` for at most `timeout` seconds.
+    """Runs `agent` at `task` for at most `timeout` seconds, its world within `limits`.
 
     ENVIRONMENT_FAILED where the agent raised EnvironmentFault or its reward is not a
     finite number, AGENT_FAILED where it raised anything else (a refused call with its
@@ -28,7 +35,9 @@ async def run_episode(
     then, and abandoned if it ignores that. Raises CancelledError, after cancelling the
     agent, if the run itself is cancelled: it has no outcome then.
     """
-    running = asyncio.ensure_future(agent.run(task, client, model))
+    context = contextvars.copy_context()
+    context.run(LIMITS.set, limits)
+    running = asyncio.create_task(agent.run(task, client, model), context=context)
     running.add_done_callback(_retrieve)
     try:
         await asyncio.wait({running}, timeout=timeout)

@@ -18,6 +18,7 @@ from openai.types.chat.chat_completion import Choice
 
 from forge_jax.agents.context import Context
 from forge_jax.agents.faults import BadCall, environment
+from forge_jax.agents.limits import LIMITS, limited
 from forge_jax.agents.protocol import Environment, Message, Tool, WindowedEnvironment
 from forge_jax.types import Outcome, Status, Task
 
@@ -64,7 +65,7 @@ class ToolLoop:
                 tally.unfinished = 1
                 break
             if not choice.message.tool_calls:
-                with environment("score"):
+                async with limited("score", LIMITS.get().verify):
                     return tally.outcome(await world.score(choice.message.content or ""))
             reply = choice.message.model_dump(exclude_none=True)
             context = context.append(reply)
@@ -98,7 +99,7 @@ class WindowLoop:
                 break
             reply = choice.message.content or ""
             if window == last:
-                with environment("score"):
+                async with limited("score", LIMITS.get().verify):
                     return tally.outcome(await world.score(reply))
             with environment(f"window {window}"):
                 context = context.wipe(world.keep(reply))
@@ -155,7 +156,7 @@ async def use_tool(world: Environment, call: dict[str, Any], tally: Tally) -> st
     began = time.perf_counter()
     try:
         name, arguments = parsed(call)
-        with environment(f"tool {name}"):
+        async with limited(f"tool {name}", LIMITS.get().tool):
             return await world.call(name, arguments)
     except BadCall as error:
         tally.malformed_calls += 1

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from openai import AsyncOpenAI
 
+from forge_jax.agents.limits import WorldLimits
 from forge_jax.agents.protocol import Agent
 from forge_jax.agents.runner import run_episode
 from forge_jax.config import BudgetConfig
@@ -35,6 +36,7 @@ class Player:
     temperature: float
     seconds: float  # limit of an episode
     budget: BudgetConfig = field(default_factory=BudgetConfig)  # of its calls
+    limits: WorldLimits = field(default_factory=WorldLimits)  # of its world
 
     async def group(
         self, item: int, task: Task, size: int, deadline: GroupDeadline | None = None
@@ -85,7 +87,9 @@ class Player:
     async def _outcome(self, task: Task, client: AsyncOpenAI, limit: asyncio.Timeout) -> Outcome:
         try:
             async with limit:
-                return await run_episode(self.agent, task, client, self.model, self.seconds)
+                return await run_episode(
+                    self.agent, task, client, self.model, self.seconds, self.limits
+                )
         except TimeoutError:
             return Outcome(status=Status.EXPIRED, error="enough of its group had completed")
 

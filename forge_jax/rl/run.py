@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from forge_jax.agents.families import family_of
+from forge_jax.agents.limits import WorldLimits
 from forge_jax.agents.protocol import Agent
 from forge_jax.config import RolloutConfig, TrainConfig, UserError
 from forge_jax.models.hf_lora import export_adapter
@@ -183,6 +184,7 @@ def player(
         temperature=temperature,
         seconds=run.cfg.sched.episode_seconds,
         budget=run.cfg.budget,
+        limits=WorldLimits(tool=run.cfg.sched.tool_seconds, verify=run.cfg.sched.verify_seconds),
     )
 
 

@@ -1,7 +1,9 @@
 """One episode of a program against a stand-in server, for tests of black-box agents."""
 
 import asyncio
+import json
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ class World:
 
     prompt: str = "go"
     broken: str = ""
-    seen: list[str] = field(default_factory=list)
+    log: str = field(default_factory=lambda: tempfile.mkstemp(prefix="forge_jax-world-")[1])
 
     def setup(self, folder: Path) -> None:
         self.breaks("setup")
@@ -33,8 +35,13 @@ class World:
 
     def score(self, folder: FolderReader, stdout: str) -> float:
         self.breaks("score")
-        self.seen.append(stdout)
+        with open(self.log, "a") as log:  # a verifier is called in another process
+            log.write(json.dumps(stdout) + "\n")
         return 1.0
+
+    @property
+    def seen(self) -> list[str]:
+        return [json.loads(line) for line in Path(self.log).read_text().splitlines()]
 
     def breaks(self, where: str) -> None:
         if self.broken == where:

@@ -20,6 +20,7 @@ from forge_jax.agents.faults import BadCall, EnvironmentFault
 from forge_jax.agents.mcp import McpWorld, mcp_agent, opened
 from forge_jax.agents.protocol import FolderReader
 from forge_jax.agents.runner import run_episode
+from forge_jax.agents.verifiers import Verifiers
 from forge_jax.tool_servers import ToolsConfig, ToolServer
 from forge_jax.types import Outcome, Status, Task
 
@@ -43,7 +44,7 @@ class Empty:
 
 @asynccontextmanager
 async def world(folder: Path, *servers: ToolServer) -> AsyncIterator[McpWorld]:
-    async with opened(ToolsConfig(servers=servers), Empty(), folder) as found:
+    async with opened(ToolsConfig(servers=servers), Empty(), folder, Verifiers()) as found:
         yield found
 
 
