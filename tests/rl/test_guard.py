@@ -7,14 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_policy import MODEL, packed, parameters
+from small_policy import MODEL, make_turn, packed, parameters
 from synthetic import agentic
 
 from forge_jax.config import OptimConfig, ProtectConfig, Skip, UserError, load
 from forge_jax.rl import step
+from forge_jax.rl.audit import Audit
+from forge_jax.rl.costs import prior
+from forge_jax.rl.credit import turn_sample
 from forge_jax.rl.guard import FEWEST_NORMS, Guard, cosine
+from forge_jax.rl.loop import Prepared, train_step
 from forge_jax.rl.state import TrainState, create
 from forge_jax.rl.step import StepConfig, Updated
+from forge_jax.sched.cost import Fit
 
 CFG = StepConfig(model=MODEL, optim=OptimConfig(learning_rate=0.1), attention="reference")
 SAMPLES = agentic(0, MODEL.vocab)
@@ -65,6 +70,24 @@ def test_what_is_not_finite_never_reaches_the_weights(field: str, value: float) 
     same, done, _ = updated(Guard(ProtectConfig()), samples)
     assert same
     assert done.skipped is Skip.NON_FINITE
+
+
+def test_a_row_tells_what_was_skipped_and_that_nothing_was_trained() -> None:
+    turns = tuple(make_turn([1, 2], [3 + i, 4, 5], [0, 0, 1]) for i in range(4))
+    samples = tuple(turn_sample(turn, 1.0 - (i % 2)) for i, turn in enumerate(turns))
+    trees = tuple(packed(samples, "tree"))
+    batch = Prepared(samples=samples, turns=turns, left_out={}, trees=trees)
+    for limit, why in ((None, None), (0.999, Skip.ESS)):
+        guard = Guard(ProtectConfig(least_ess=limit))
+        state, fit = create(parameters(), CFG.optim), Fit(prior(MODEL))
+        state, row = train_step(state, batch, 3, CFG, Audit(0), fit, guard, None)
+        assert int(state.step) == (0 if why else 1)
+        assert (row["stepped"], row["skipped"]) == (why is None, why)
+        assert row["tokens_skipped"] == (12 if why else 0)
+        assert row.get("tokens_trained") == (0 if why else None)  # None: as `batch_row` has it
+        assert row["age_share"] == pytest.approx({"1": 1 / 3, "2": 2 / 3})
+        assert 1 / 12 <= row["ess_token"] < 0.999
+        assert row["ratio_p50"] <= row["ratio_max"]
 
 
 def test_a_spike_is_one_against_the_steps_before() -> None:
