@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from forge_jax.agents.curriculum import Source
 from forge_jax.config import FilterConfig, UserError
 from forge_jax.rl.evaluate import SOLVED
+from forge_jax.rl.tuning import Tuning
 from forge_jax.sched.answers import StoreRefused, StoreUnavailable
 from forge_jax.sched.codec import CorruptObject
 from forge_jax.sched.lanes import Lanes
@@ -61,12 +62,14 @@ class Collector:
         sources: Sequence[Source],
         play: Callable[[int, Task], Awaitable[Group]],
         patience: float,
+        tunings: Sequence[Tuning] = (),
         filters: FilterConfig = EVERYTHING,
         constant: Callable[[Group], bool] = lambda group: False,
     ):
-        """`sources`: one for each lane. `patience`: seconds that the pool's store may be away
-        before StoreUnavailable ends the run. `constant`: whether a group says nothing."""
-        self.lanes, self.sources = lanes, tuple(sources)
+        """`sources`, and `tunings` if any: one for each lane. `patience`: seconds that the pool's
+        store may be away before StoreUnavailable ends the run. `constant`: whether a group says
+        nothing."""
+        self.lanes, self.sources, self.tunings = lanes, tuple(sources), tuple(tunings)
         self._pool = pool
         self._play = play
         self._patience = patience
@@ -197,6 +200,8 @@ class Collector:
 
     async def _run(self, number: int, task: Task, workers: asyncio.TaskGroup) -> None:
         episodes = await self._play(number, task)
+        if self.tunings:
+            self.tunings[number % len(self.sources)].ended(episodes)
         await self._durably(lambda: self._pool.put(number, episodes))
         self._finish(number)
         if not self.lanes.queues[
@@ -238,6 +243,7 @@ class Collector:
         return {
             "lanes": self.lanes.state(),
             "sources": [source.state() for source in self.sources],
+            "tuning": [tuning.state() for tuning in self.tunings],
             "tasks": {str(n): dataclasses.asdict(task) for n, task in self._tasks.items()},
         }
 
@@ -261,6 +267,9 @@ class Collector:
         self._pool.delete(set(unconsumed) - usable)
         kept = [self._kept(lane, queue, usable) for lane, queue in enumerate(queues)]
         named = dict(zip(self.lanes.names, kept, strict=True))
+        if state["tuning"]:  # else the run did not tune before
+            for tuning, saved in zip(self.tunings, state["tuning"], strict=True):
+                tuning.restore(saved)
         self.lanes.restore({**state["lanes"], "queues": named})
         for source, saved in zip(self.sources, state["sources"], strict=True):
             source.restore(saved)

@@ -22,7 +22,7 @@ from forge_jax.rl.costs import observe, prior, trusted
 from forge_jax.rl.credit import LeftOut, credited, group_samples, left_out
 from forge_jax.rl.guard import Guard
 from forge_jax.rl.hold import Held
-from forge_jax.rl.measure import batch_row, drafts_row, episode_row, lineage_row
+from forge_jax.rl.measure import batch_row, drafts_row, episode_row, lineage_row, version_row
 from forge_jax.rl.mixture import domain_row
 from forge_jax.rl.parallel import update
 from forge_jax.rl.process import Decode
@@ -32,6 +32,7 @@ from forge_jax.rl.staleness import staleness_row
 from forge_jax.rl.state import TrainState
 from forge_jax.rl.step import StepConfig
 from forge_jax.rl.stopping import unless
+from forge_jax.rl.tuning import retune
 from forge_jax.rollout.policy import PolicyEngine
 from forge_jax.sched.cost import CostModel, Fit
 from forge_jax.sched.pack import micro_batches
@@ -137,7 +138,9 @@ async def reinforce(
             row |= domain_row(cfg, taken, collector)
             row |= {"pool_retries": collector.pool_retries, **faults()}
             row |= {f"items_{why}": count for why, count in collector.given_up().items()}
+            row |= version_row(batch.turns, step - 1)
             row["seconds_update"] = time.monotonic() - collected
+            row |= await retune(collector.tunings, collector.lanes.names, row["seconds_update"])
             record = Step(state=state, cursors=collector.state(), batch=batch, row=row)
             await loop.run_in_executor(device, on_step, record)
             guard.check()

@@ -15,7 +15,7 @@ import numpy as np
 from forge_jax.rl.collect import Taken
 from forge_jax.rl.credit import LeftOut
 from forge_jax.sched.split import forest_of
-from forge_jax.types import STEMS, UNSPLICED, MicroBatch, Sample
+from forge_jax.types import STEMS, UNSPLICED, MicroBatch, Sample, Turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +127,18 @@ def batch_row(
         "tree_token_ratio": total / unique if unique else None,
         "micro_batches": len(batches),
         **{f"tokens_left_out_{why}": left.get(why, 0) for why in LeftOut},
+    }
+
+
+def version_row(turns: Sequence[Turn], version: int) -> dict[str, float | None]:
+    """How many updates the oldest token of each trained call is behind weights `version`, and the
+    share of calls that more than one version sampled; None of nothing."""
+    lags = [version - int(turn.versions.min()) for turn in turns]
+    mixed = [bool(turn.versions.min() != turn.versions.max()) for turn in turns]
+    return {
+        "version_lag_mean": mean(lags),
+        "version_lag_max": max(lags, default=None),
+        "versions_mixed": mean(mixed),
     }
 
 

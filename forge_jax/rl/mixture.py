@@ -17,7 +17,8 @@ from forge_jax.models.chat import Chat
 from forge_jax.rl.collect import Collector, Taken
 from forge_jax.rl.evaluate import Evaluation, held_out, summarise
 from forge_jax.rl.measure import mean
-from forge_jax.rl.queueing import new_deadline, new_policy
+from forge_jax.rl.queueing import new_deadline, new_policy, new_tuning
+from forge_jax.rl.tuning import Tuning
 from forge_jax.rl.warm import scripted_samples
 from forge_jax.sched.lanes import LaneConfig, Lanes
 from forge_jax.types import Episode, Sample, Task
@@ -43,6 +44,22 @@ def lanes_of(cfg: TrainConfig) -> Lanes:
         exact=sched.synchronous,
         spare=cfg.filter.tries or 0,
     )
+
+
+def tunings_of(cfg: TrainConfig, lanes: Lanes) -> list[Tuning]:
+    """What changes the windows of the lanes while the run goes on, one for each; empty: nothing."""
+    pairs = zip(cfg.mixture, lanes.queues, strict=True)
+    found = [new_tuning(lane_sched(domain, cfg), queue) for domain, queue in pairs]
+    return [tuning for tuning in found if tuning is not None]
+
+
+def lag_bound(cfg: TrainConfig) -> int | None:
+    """The largest lag, in items of its own lane, that a run can have, whatever windows it adopts;
+    None: there is no bound."""
+    lanes = lanes_of(cfg)
+    if cfg.sched.tune is None:
+        return lanes.lag_bound
+    return max(cfg.sched.tune.lag_updates * queue.batch for queue in lanes.queues) - 1
 
 
 def lane_sched(domain: Domain, cfg: TrainConfig) -> SchedConfig:

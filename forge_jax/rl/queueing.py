@@ -1,11 +1,13 @@
-"""The generation queue of a run, or of one domain's lane in it, from its configuration.
+"""What rules the generation queue of a domain, from its configuration.
 
-Sizes flow in, a policy, a deadline and an empty queue flow out. The invariant: where a lag budget
+Sizes flow in; a policy, deadlines and a tuner flow out. The invariant: where a lag budget
 is set, no order of finishing exceeds it.
 """
 
 from forge_jax.config import SchedConfig
 from forge_jax.rl.partial import GroupDeadline
+from forge_jax.rl.tuning import Tuning
+from forge_jax.sched.online import OnlineConfig, Tuner
 from forge_jax.sched.policies import (
     GreedyDrop,
     Policy,
@@ -18,13 +20,9 @@ from forge_jax.sched.policies import (
     share_window,
 )
 from forge_jax.sched.queue import Deadline, Queue
+from forge_jax.sched.tuner import TuneConfig
 
 WINDOW_SHARE = 0.3  # of N: the published ratio
-
-
-def new_queue(sched: SchedConfig) -> Queue:
-    """An empty queue; of a lane with sizes of its own by `dataclasses.replace` of `sched`."""
-    return Queue(new_policy(sched), batch=sched.batch, deadline=new_deadline(sched))
 
 
 def new_policy(sched: SchedConfig) -> Policy:
@@ -66,6 +64,18 @@ def new_deadline(sched: SchedConfig) -> Deadline | None:
     if sched.head_seconds is None:
         return None
     return Deadline(seconds=sched.head_seconds, requeue=sched.requeue)
+
+
+def new_tuning(sched: SchedConfig, queue: Queue) -> Tuning | None:
+    """What changes the window of `queue` while it runs; None: nothing does."""
+    wanted = sched.tune
+    if wanted is None:
+        return None
+    tune = TuneConfig(
+        updates=wanted.lag_updates, skew=wanted.skew, most=wanted.most, horizon=wanted.horizon
+    )
+    cfg = OnlineConfig(tune=tune, every=wanted.every, memory=wanted.memory, least=wanted.least)
+    return Tuning(queue, Tuner(cfg, batch=queue.batch, deadline=queue.deadline))
 
 
 def group_deadline(sched: SchedConfig) -> GroupDeadline | None:

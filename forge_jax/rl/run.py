@@ -31,7 +31,7 @@ from forge_jax.rl.evaluate import Evaluation, played, summarise
 from forge_jax.rl.guard import Guard
 from forge_jax.rl.keeping import Keeper, Run
 from forge_jax.rl.loop import reinforce
-from forge_jax.rl.mixture import agents_of, by_domain, evaluated, lanes_of, sources_of
+from forge_jax.rl.mixture import agents_of, by_domain, evaluated, lanes_of, sources_of, tunings_of
 from forge_jax.rl.play import Player
 from forge_jax.rl.plots import draw_curves
 from forge_jax.rl.pool import pool_of
@@ -213,15 +213,17 @@ def new_collector(run: Run, up: Serving) -> Collector:
     """Empty queues over the run's pool and task sources."""
     cfg = run.cfg
     one = players(run, up, "train", cfg.seed, cfg.temperature)
+    lanes = lanes_of(cfg)
     scorer = Scorer(reward=cfg.reward, credit=cfg.credit, decode=run.model.chat.tokenizer.decode)
     return Collector(
-        lanes=lanes_of(cfg),
+        lanes=lanes,
         pool=run.pool,
         sources=sources_of(cfg),
         play=lambda number, task: one[task.family].group(
             number, task, cfg.sched.group, group_deadline(cfg.sched)
         ),
         patience=cfg.sched.pool_seconds,
+        tunings=tunings_of(cfg, lanes),
         filters=cfg.filter,
         constant=lambda group: says_nothing(group, scorer),
     )

@@ -9,7 +9,7 @@ from typing import Any
 from forge_jax.config import TrainConfig
 from forge_jax.rl.evaluate import Evaluation
 from forge_jax.rl.measure import Totals, mean
-from forge_jax.rl.mixture import lanes_of, shares_row
+from forge_jax.rl.mixture import lag_bound, shares_row
 from forge_jax.sched.lanes import Lanes
 
 
@@ -34,7 +34,7 @@ def summary_of(
         "tree_token_ratio": totals.tokens_total / max(1, totals.tokens_unique),
         "lag_mean": totals.lag_sum / max(1, totals.items),
         "lag_max": totals.lag_max,
-        "lag_bound": lanes_of(cfg).lag_bound,
+        "lag_bound": lag_bound(cfg),
     }
 
 

@@ -167,7 +167,7 @@ def recorded(groups: Iterable[Sequence[Episode]]) -> Items:
     A group takes as long as its slowest episode; of that, the time in calls is compute and the
     rest is tools. Groups without a call are left out. Raises UserError where none is left.
     """
-    rows = [row for group in groups if (row := _row(group)) is not None]
+    rows = [row for group in groups if (row := measured(group)) is not None]
     if not rows:
         raise UserError("no group has a call, so there is nothing measured to simulate")
     names = tuple(sorted({row[3] for row in rows}))
@@ -176,8 +176,11 @@ def recorded(groups: Iterable[Sequence[Episode]]) -> Items:
     return Items(compute=compute, tool=tool, length=length, domain=domain, names=names)
 
 
-def _row(group: Sequence[Episode]) -> tuple[float, float, float, str] | None:
-    """Compute and tool seconds, tokens, and family of a group; None where it has no call."""
+def measured(group: Sequence[Episode]) -> tuple[float, float, float, str] | None:
+    """Compute and tool seconds, tokens, and family of a group; None where it has no call.
+
+    Compute is the time in calls of its slowest episode, what they wait for the engine included.
+    """
     turns = [episode.turns for episode in group if episode.turns]
     if not turns:
         return None

@@ -15,6 +15,7 @@ from forge_jax.config import UserError, check
 from forge_jax.sched.instances import FleetConfig
 from forge_jax.sched.latency import Items
 from forge_jax.sched.policies import Window
+from forge_jax.sched.queue import Deadline
 from forge_jax.sched.tuner import TuneConfig, tune
 
 
@@ -45,8 +46,16 @@ class Retuned:
 class Tuner:
     """Holds the latencies of what ended last. What hangs never ends, and is not measured."""
 
-    def __init__(self, cfg: OnlineConfig, *, batch: int, fleet: FleetConfig | None = None):
-        self.cfg, self.batch, self.fleet = cfg, batch, fleet
+    def __init__(
+        self,
+        cfg: OnlineConfig,
+        *,
+        batch: int,
+        fleet: FleetConfig | None = None,
+        deadline: Deadline | None = None,
+    ):
+        """`deadline`: of the queue's head."""
+        self.cfg, self.batch, self.fleet, self.deadline = cfg, batch, fleet, deadline
         self.updates = 0
         self.log: list[Retuned] = []
         self._measured: deque[tuple[float, float, float]] = deque(maxlen=cfg.memory)
@@ -70,6 +79,7 @@ class Tuner:
                 train_seconds=train_seconds,
                 cfg=self.cfg.tune,
                 fleet=self.fleet,
+                deadline=self.deadline,
                 current=current,
             )
             reasons = tuned.reasons

@@ -78,7 +78,10 @@ def test_a_head_that_hangs_expires(tmp_path: Path, synchronous: bool) -> None:
     players = Players(hangs=2)
     one = collector(tmp_path, players, sched)
     found = asyncio.run(taken(one, 3, players))
-    assert {item.number for item in found} == set(range(2, 14))  # 0 and 1 are nobody's
+    numbers = {item.number for item in found}
+    last = 14 if synchronous else 14 + 2  # the window lets so many overtake
+    assert numbers <= set(range(2, last)), "0 and 1 are nobody's"
+    assert len(numbers) == len(found) == 12
     assert one.given_up() == {Why.EXPIRED: 2, Why.REQUEUED: 0, Why.DROPPED: 0}
     assert not {0, 1} & set(Pool.open(str(tmp_path)).items())
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from test_collect import group
 
-from forge_jax.agents.sources import TaskSource
+from forge_jax.agents.curriculum import DomainTasks
 from forge_jax.config import SchedConfig
 from forge_jax.rl.collect import Collector, Group, Taken
-from forge_jax.rl.queueing import new_queue
+from forge_jax.rl.queueing import new_policy
 from forge_jax.sched.answers import StoreUnavailable
+from forge_jax.sched.lanes import LaneConfig, Lanes
 from forge_jax.sched.policies import Why
 from forge_jax.sched.pool import Pool
 from forge_jax.types import Task
@@ -48,10 +49,11 @@ class Players:
 
 
 def collector(folder: Path, players: Players, **sched: object) -> Collector:
+    policy = new_policy(SchedConfig(batch=3, in_flight=6, **sched))
     return Collector(
-        window=new_queue(SchedConfig(batch=3, in_flight=6, **sched)),
+        lanes=Lanes([LaneConfig(name="hop", policy=policy)], batch=3),
         pool=Pool.open(str(folder)),
-        source=TaskSource(("hop",), seed=0, split="train"),
+        sources=[DomainTasks("hop", seed=0)],
         play=players.play,
         patience=60.0,
     )
@@ -65,7 +67,7 @@ async def taken(
     async with asyncio.timeout(20), asyncio.TaskGroup() as workers:
         for step in range(updates):
             one.fill(workers)
-            found += await one.take(3, workers, refill=True)
+            found += await one.take(workers)
             while not between(step):
                 await asyncio.sleep(0)
             one.updated()
@@ -78,7 +80,7 @@ def test_every_number_ends_once(tmp_path: Path, sched: dict[str, object]) -> Non
     players = Players(seed=1)
     one = collector(tmp_path, players, **sched)
     found = asyncio.run(taken(one, 8))
-    queue = one._window
+    queue = one.lanes.queues[0]
     consumed = [item.number for item in found]
     assert len(consumed) == len(set(consumed)) == 24
     assert queue.admitted == 24 + sum(one.given_up().values()) + len(one.state()["tasks"])
@@ -115,7 +117,7 @@ def test_what_is_old_is_not_trained_while_the_store_is_away(
     monkeypatch.setattr(one._pool, "put", away_for_one)
 
     def waits(step: int) -> bool:
-        return step > 0 or (one.pool_retries > 0 and one._window.waiting >= 4)
+        return step > 0 or (one.pool_retries > 0 and one.lanes.queues[0].waiting >= 4)
 
     found = asyncio.run(taken(one, 3, waits))
     assert {item.updates for item in found} == {0}
@@ -127,11 +129,11 @@ def test_a_stream_goes_on_while_nobody_takes(tmp_path: Path) -> None:
     one = collector(tmp_path, players, policy="stream", buffer=2)
 
     def many(step: int) -> bool:
-        assert one._window.waiting <= 2
+        assert one.lanes.queues[0].waiting <= 2
         return one.given_up()[Why.DROPPED] >= 10 * (step + 1)
 
     found = asyncio.run(taken(one, 2, many))
     assert len(found) == 6
     kept = Pool.open(str(tmp_path)).items()
     assert {item.number for item in found} < set(kept)
-    assert one._window.in_service == 6
+    assert one.lanes.queues[0].in_service == 6

@@ -7,7 +7,14 @@ from typing import Any
 from small_policy import make_turn
 
 from forge_jax.rl.collect import Taken
-from forge_jax.rl.measure import Totals, batch_row, drafts_row, episode_row, lineage_row
+from forge_jax.rl.measure import (
+    Totals,
+    batch_row,
+    drafts_row,
+    episode_row,
+    lineage_row,
+    version_row,
+)
 from forge_jax.types import Branch, Episode, Lineage, Outcome, Rule, Status, Task
 
 
@@ -105,3 +112,13 @@ def test_a_row_tells_how_its_calls_came_out_of_each_other() -> None:
         "fork_rate": None, "forks": 0, "splice_rate": None, "replies": 0,
         "retokenised_rate": None, "tokens_spliced": 0, "tokens_retokenised": 0, "tokens_redone": 0,
     }  # fmt: skip
+
+
+def test_a_sample_is_as_old_as_its_oldest_token() -> None:
+    turns = [make_turn([1], [2, 3], [4, 6]), make_turn([1], [2], [7])]
+    assert version_row(turns, 7) == {
+        "version_lag_mean": 1.5,
+        "version_lag_max": 3,
+        "versions_mixed": 0.5,
+    }
+    assert set(version_row([], 7).values()) == {None}

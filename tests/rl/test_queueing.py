@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from forge_jax.config import SchedConfig
-from forge_jax.rl.queueing import new_policy, new_queue
+from forge_jax.rl.queueing import new_policy
 from forge_jax.sched.policies import (
     GreedyDrop,
     Policy,
@@ -15,6 +15,7 @@ from forge_jax.sched.policies import (
     fifo,
     greedy,
 )
+from forge_jax.sched.queue import Queue
 
 N = 16
 
@@ -45,7 +46,7 @@ def test_a_name_is_a_policy(values: dict[str, Any], policy: Policy) -> None:
 def test_a_window_is_narrowed_to_keep_a_lag(window: int | float | str | None, bound: int) -> None:
     """N + W - 1 < 3 updates of 8 items; it is 16 + 8 - 1."""
     sched = SchedConfig(batch=8, in_flight=16, window=window, lag_updates=3)
-    queue = new_queue(sched)
+    queue = Queue(new_policy(sched), batch=8)
     assert queue.lag_bound == bound
     assert queue.bounds is not None
     assert queue.bounds.updates <= 3
