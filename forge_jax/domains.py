@@ -56,7 +56,7 @@ class DomainConfig:
     family: str | None = None  # task family; null: the name of the domain
     share: float = 1.0  # of what an update consumes, relative to those of the others
     tasks: int | None = None  # different tasks, which then come again; null: 2^20
-    curriculum: CurriculumConfig | None = None  # null: level 0, the family's own mixture
+    curriculum: CurriculumConfig | None = None  # null: level 0
     in_flight: int | None = None  # N of its own
     window: int | None = None  # W of its own
     head_seconds: float | None = None  # of its own; null: as `sched` has it

@@ -163,7 +163,7 @@ class Task:
     family: str  # "hop"
     seed: int
     split: str = "train"  # "train" | "eval": seeds of the two never meet
-    level: int = 0  # of difficulty, where the family offers several; 0 is its own mixture
+    level: int = 0  # of difficulty, 0 the easiest; the only one where the family has no others
 
 
 class Status(enum.StrEnum):

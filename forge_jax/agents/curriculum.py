@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from forge_jax.agents.families import check_level
 from forge_jax.agents.sources import SEEDS, TaskSource
 from forge_jax.config import CurriculumConfig, UserError
 from forge_jax.types import Task
@@ -91,8 +92,10 @@ class DomainTasks:
         solved: float | None = None,
     ):
         """`tasks`: different ones; a task with a pass rate of at least `solved`, over all its
-        episodes at one level, is left out. Raises UserError on an unknown family."""
+        episodes at one level, is left out. Raises UserError on an unknown family or level."""
         self._source = TaskSource((family,), seed, "train", SEEDS if tasks is None else tasks)
+        for level in (curriculum or PLAIN).levels:
+            check_level(family, level)
         self._levels = Levels(curriculum or PLAIN)
         self._count, self._solved = tasks, solved
         self._passed: dict[tuple[int, int], tuple[int, int]] = {}  # (level, seed): passes, episodes

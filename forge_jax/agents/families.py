@@ -43,6 +43,19 @@ def family_of(name: str) -> Family:
     return FAMILIES[name]
 
 
+# Of the families that have more than one level of difficulty.
+LEVELS: Mapping[str, int] = MappingProxyType(
+    {"calc": len(calc.LEVELS), "desk": len(desk.LEVELS), "qa": len(qa.LEVELS)}
+)
+
+
+def check_level(name: str, level: int) -> None:
+    """Raises UserError where the family called `name` has no such level."""
+    last = LEVELS.get(name, 1) - 1
+    if level > last:
+        raise UserError(f"level={level} of task={name!r} must be from 0 to {last}")
+
+
 # Of the families whose worlds are a folder, which any agent can work in.
 WORKSPACES: Mapping[str, Callable[[Task], Workspace]] = MappingProxyType(
     {"hop": hop_files.workspace_of, "hop_tool": hop_tool.workspace_of}
