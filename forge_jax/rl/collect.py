@@ -101,9 +101,8 @@ class Collector:
         A consumed item frees its place at once, but where the lanes are `exact`. An item that the
         filter leaves aside is handed out beside its quota.
         """
-        taken: list[Taken] = []
+        taken: list[tuple[Taken, Task]] = []
         tries = [self._filters.tries or 0] * len(self.sources)
-        told: list[tuple[int, Task]] = []
         while any(self.lanes.left):
             # What is old grows no younger while the store is away; deadlines wait for it.
             self._evict(workers, None if self._away else time.monotonic())
@@ -114,33 +113,40 @@ class Collector:
             lane, number = found[0], self._number(*found)
             queue = self.lanes.queues[lane]
             lag, updates = queue.last_lag, queue.last_updates
-            told.append((lane, self._tasks.pop(number)))
+            task = self._tasks.pop(number)
             self.fill(workers)
             group = await self._durably(functools.partial(self._read, number))
-            again = tries[lane] > 0 and self._constant(group)
-            if again:
+            silent = self._filters.constant and self._constant(group)
+            if silent and tries[lane]:
                 tries[lane] -= 1
                 self.lanes.again(lane)
                 self.fill(workers)
-            else:
-                tokens = sum(len(turn.output) for episode in group for turn in episode.turns)
-                self.lanes.count(lane, tokens)
-            taken.append(
-                Taken(
-                    number=number, lag=lag, updates=updates, episodes=group,
-                    domain=self.lanes.names[lane], again=again,
-                )
+            one = Taken(
+                number=number, lag=lag, updates=updates, episodes=group,
+                domain=self.lanes.names[lane], again=silent,
             )  # fmt: skip
-        self._learn(taken, told)
+            taken.append((one, task))
+        again = self._settle(sorted(taken, key=lambda pair: pair[0].number))
         self.lanes.next_batch()
-        return taken
+        return [dataclasses.replace(one, again=one.number in again) for one, _ in taken]
 
-    def _learn(self, taken: Sequence[Taken], told: Sequence[tuple[int, Task]]) -> None:
-        """Tells the sources what was solved, in order of number, whatever finished first."""
-        pairs = zip(taken, told, strict=True)
-        for item, (lane, task) in sorted(pairs, key=lambda pair: pair[0].number):
+    def _settle(self, taken: Sequence[tuple[Taken, Task]]) -> set[int]:
+        """Tells lanes and sources what a batch came to, in order of number: what they do next does
+        not depend on what finished first. Of the items that said nothing the first ones, as many
+        as there were tries, have been made good by others: their numbers."""
+        tries = [self._filters.tries or 0] * len(self.sources)
+        made_good = set()
+        for item, task in taken:
+            lane = item.number % len(self.sources)
+            if item.again and tries[lane]:
+                tries[lane] -= 1
+                made_good.add(item.number)
+            else:
+                turns = [turn for episode in item.episodes for turn in episode.turns]
+                self.lanes.count(lane, sum(len(turn.output) for turn in turns))
             valid = [e.outcome.reward for e in item.episodes if e.outcome.valid]
             self.sources[lane].learn(task, sum(r >= SOLVED for r in valid), len(valid))
+        return made_good
 
     def _number(self, lane: int, place: int) -> int:
         return place * len(self.sources) + lane
