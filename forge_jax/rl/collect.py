@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from forge_jax.agents.curriculum import Source
 from forge_jax.config import FilterConfig, UserError
 from forge_jax.rl.evaluate import SOLVED
+from forge_jax.rl.resume import admitted_later, newest, without_lost
 from forge_jax.rl.tuning import Tuning
 from forge_jax.sched.answers import StoreRefused, StoreUnavailable
 from forge_jax.sched.codec import CorruptObject
@@ -268,10 +269,12 @@ class Collector:
         if len(queues) != len(state["lanes"]["queues"]) or None in queues:
             known = list(state["lanes"]["queues"])
             raise UserError(f"the checkpoint has the domains {known}, not {self.lanes.names}")
-        unconsumed = [n for n in self._pool.items() if n in self._tasks or self._coming(n, queues)]
+        unconsumed = [
+            n for n in self._pool.items() if n in self._tasks or admitted_later(n, queues)
+        ]
         usable = {n for n in unconsumed if self._usable(n, version)}
         self._pool.delete(set(unconsumed) - usable)
-        kept = [self._kept(lane, queue, usable) for lane, queue in enumerate(queues)]
+        kept = [without_lost(lane, queues, usable) for lane in range(len(queues))]
         named = dict(zip(self.lanes.names, kept, strict=True))
         if state["tuning"]:  # else the run did not tune before
             for tuning, saved in zip(self.tunings, state["tuning"], strict=True):
@@ -282,25 +285,8 @@ class Collector:
         ended = [self._number(at, n) for at, q in enumerate(self.lanes.queues) for n in q.finished]
         self._stored = usable - set(ended)
 
-    def _coming(self, number: int, queues: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether an item was admitted after the state was taken."""
-        place, lane = divmod(number, len(queues))
-        return place >= queues[lane]["admitted"]
-
-    def _kept(self, lane: int, queue: Mapping[str, Any], usable: set[int]) -> dict[str, Any]:
-        """The state of a lane's queue, in which what the pool lacks runs again."""
-        kept = [entry for entry in queue["finished"] if self._number(lane, entry[0]) in usable]
-        lost = [entry for entry in queue["finished"] if entry not in kept]
-        return {**queue, "finished": kept, "running": sorted(queue["running"] + lost)}
-
     def _usable(self, number: int, version: int) -> bool:
         try:
             return newest(self._pool.get(number)) <= version
         except CorruptObject:
             return False
-
-
-def newest(episodes: Sequence[Episode]) -> int:
-    """The newest weight version that sampled any token of a group; 0 if none did."""
-    versions = [int(t.versions.max()) for e in episodes for t in e.turns if len(t.versions)]
-    return max(versions, default=0)
