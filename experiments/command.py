@@ -77,14 +77,18 @@ def run_name(overrides: Iterable[str]) -> str:
 
 
 def command(
-    config_name: str, plain: tuple[str, ...] = ("model",), texts: tuple[str, ...] = ()
+    config_name: str,
+    plain: tuple[str, ...] = ("model",),
+    texts: tuple[str, ...] = (),
+    refined: tuple[str, ...] = (),
 ) -> Callable[[Main], Callable[[], None]]:
     """Decorates ``main(mapping) -> JSON-able mapping`` into a Hydra entry point.
 
     Keys of `plain` take any value. Hydra would read `model=X` as a choice among the files
     of `configs/model/`, but a model may be any folder. The mappings named in `texts` take new
     keys, ``texts.NAME=VALUE``, whose values are the text after the sign, whatever Hydra would
-    read into it.
+    read into it. Of the groups named in `refined`, ``GROUP=FILE:MORE`` chooses a file and sets
+    the key of the group's name to all of ``FILE:MORE``.
     """
 
     def decorate(main: Main) -> Callable[[], None]:
@@ -103,7 +107,11 @@ def command(
         def run() -> None:
             # Hydra then raises instead of printing a trace and exiting with 1 itself.
             os.environ["HYDRA_FULL_ERROR"] = "1"
-            sys.argv[1:] = [_wrapped(argument, plain, texts) for argument in sys.argv[1:]]
+            sys.argv[1:] = [
+                _wrapped(part, plain, texts)
+                for argument in sys.argv[1:]
+                for part in _parts(argument, refined)
+            ]
             with complaining(), terminable():
                 entry()
 
@@ -175,6 +183,15 @@ def _end(status: int, *lines: str) -> NoReturn:
 def _first(error: BaseException) -> BaseException:
     """The first error that is not a group of errors."""
     return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+def _parts(argument: str, refined: tuple[str, ...]) -> list[str]:
+    """The choice of a group's file, and the value that refines it; else the argument itself."""
+    key, _, value = argument.partition("=")
+    file, more, _ = value.partition(":")
+    if key in refined and more:
+        return [f"{key}={file}", f"++plain.{key}={_quoted(value)}"]
+    return [argument]
 
 
 def _wrapped(argument: str, plain: tuple[str, ...], texts: tuple[str, ...]) -> str:

@@ -1,6 +1,6 @@
 """Trains an agent: warm start on scripted play, then RL through the gateway.
 
-    python -m experiments.train [task=hop|notes] [resume=RUN_DIR] [key=value ...]
+    python -m experiments.train [task=hop|reasoning:gcd] [resume=RUN_DIR] [key=value ...]
 
 Where its folder (hydra.run.dir, or a job's in a multirun) holds a run of the same settings already,
 that one goes on, or nothing is done if it has ended. Writes config.yaml, metrics.jsonl,
@@ -32,7 +32,7 @@ from forge_jax.sharding import mesh_from
 FIXED = ("model", "task", "domains", "seed", "eval", "lora", "agent", "tools", "pool")
 
 
-@command("train", plain=("model", "pool"))
+@command("train", plain=("model", "pool"), refined=("task",))
 def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
     folder = Path(HydraConfig.get().runtime.output_dir)
     if mapping["resume"] is not None:

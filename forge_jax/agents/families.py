@@ -9,7 +9,7 @@ import numpy as np
 from forge_jax.agents.black_box import black_box
 from forge_jax.agents.mcp import mcp_agent
 from forge_jax.agents.protocol import Agent, ScriptedCall, Workspace
-from forge_jax.agents.tasks import calc, desk, hop, hop_files, hop_tool, notes, qa
+from forge_jax.agents.tasks import calc, desk, hop, hop_files, hop_tool, notes, qa, reasoning
 from forge_jax.config import UserError
 from forge_jax.programs import ProgramConfig
 from forge_jax.tool_servers import ToolsConfig
@@ -32,12 +32,25 @@ class Family(Protocol):
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {"calc": calc, "desk": desk, "hop": hop, "hop_tool": hop_tool, "notes": notes, "qa": qa}
+    {
+        "calc": calc,
+        "desk": desk,
+        "hop": hop,
+        "hop_tool": hop_tool,
+        "notes": notes,
+        "qa": qa,
+        "reasoning": reasoning.Reasoning(),
+    }
 )
 
 
 def family_of(name: str) -> Family:
-    """The family called `name`. Raises UserError naming it and those there are."""
+    """The family called `name`, of reasoning also `reasoning:GENERATOR+GENERATOR`.
+
+    Raises UserError naming it and those there are.
+    """
+    if name.startswith(f"{reasoning.FAMILY}:"):
+        return reasoning.Reasoning(name)
     if name not in FAMILIES:
         raise UserError(f"task={name!r} is not a task family; known: {', '.join(FAMILIES)}")
     return FAMILIES[name]

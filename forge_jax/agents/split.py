@@ -21,12 +21,17 @@ Draw = Callable[[np.random.Generator], str]  # a random content, from whatever t
 
 def content_of(task: Task, draw: Draw) -> str:
     """The content of `task`. Raises UserError on a split or seed that does not exist."""
+    return draw_from(task.split, draw, rng_of(task))
+
+
+def rng_of(task: Task) -> np.random.Generator:
+    """What the content of `task` is drawn with. Raises UserError as `content_of`."""
     if task.split not in SPLITS:
         raise UserError(f"split={task.split!r} must be one of {', '.join(SPLITS)}")
     if task.seed < 0:
         raise UserError(f"seed={task.seed} of a task must be >= 0")
     words = [*task.family.encode(), SPLITS.index(task.split), task.seed]
-    return draw_from(task.split, draw, np.random.default_rng(words))
+    return np.random.default_rng(words)
 
 
 def level_of(task: Task, levels: int) -> int:

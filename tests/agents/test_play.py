@@ -25,7 +25,7 @@ PERFECT: dict[str, Any] = {
     "hop": hop.Noise(early=0.0, wrong=0.0),
     "hop_tool": hop.Noise(early=0.0, wrong=0.0),
     "notes": notes.Noise(forget=0.0),
-    "qa": qa.Noise(misread=0.0),
+    "qa": qa.Noise(shy=0.0),
 }
 # hop_tool is hop, but for what a program is told.
 MODULES: dict[str, Any] = {
@@ -44,6 +44,10 @@ WORLDS: dict[str, Any] = {
     "notes": notes.Notes,
     "qa": qa.Qa,
 }
+
+
+def test_every_family_is_tried() -> None:
+    assert {*MODULES, "reasoning"} == set(FAMILIES)  # reasoning by test_reasoning
 
 
 def text(call: ScriptedCall) -> str:
@@ -92,14 +96,14 @@ def test_a_perfect_script_wins_in_the_fewest_calls(seed: int) -> None:
     assert (reward(world, calls), len(calls)) == (1, 5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MODULES)
 def test_the_script_wins_as_often_as_it_is_meant_to(family: str) -> None:
     noise = MODULES[family].NOISE
     won = [reward(*scripted(family, seed, noise)) for seed in range(400)]
     assert 0.55 < np.mean(won) < 0.7
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MODULES)
 def test_play_repeats_and_is_one_sample_a_call(family: str) -> None:
     play = family_of(family).play
     assert play(np.random.default_rng(3)) == play(np.random.default_rng(3))
@@ -111,7 +115,7 @@ def test_play_repeats_and_is_one_sample_a_call(family: str) -> None:
             assert text(call)[len(prompt) :].count("\n") == 1
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "desk"])
+@pytest.mark.parametrize("family", [name for name in MODULES if name != "desk"])
 def test_play_is_on_training_content(family: str) -> None:
     for seed in range(100):
         calls = MODULES[family].play(np.random.default_rng(seed), PERFECT[family])
@@ -145,7 +149,7 @@ def test_every_notes_window_begins_afresh() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MODULES)
 def test_a_live_agent_sends_what_the_script_trains_on(family: str, seed: int) -> None:
     world, calls = scripted(family, seed, MODULES[family].NOISE)
     agent = family_of(family).agent()

@@ -71,5 +71,7 @@ def test_unknown_names_are_refused_with_those_there_are() -> None:
     with pytest.raises(UserError, match="split='test'"):
         TaskSource(("hop",), seed=0, split="test")
     for ask in (family_of, agent_of, lambda name: TaskSource((name,), seed=0, split="train")):
-        with pytest.raises(UserError, match=r"task='chess'.*calc, desk, hop, hop_tool, notes, qa"):
+        with pytest.raises(
+            UserError, match=r"task='chess'.*calc, desk, hop, hop_tool, notes, qa, reasoning"
+        ):
             ask("chess")

@@ -10,7 +10,7 @@ from experiments.bench.config import BenchConfig
 from experiments.bench_attention import AttentionConfig
 from experiments.bench_long import LongConfig
 from experiments.clients import Config as ClientsConfig
-from experiments.command import CONFIGS, _wrapped
+from experiments.command import CONFIGS, _parts, _wrapped
 from experiments.replay import ReplayConfig
 from experiments.workloads import WorkloadConfig
 
@@ -55,3 +55,9 @@ def test_other_keys_are_left_to_hydra() -> None:
     assert _wrapped("peers=x", (), ("peers",)) == "peers=x"
     assert _wrapped("steps=3", ("model",), ("peers",)) == "steps=3"
     assert _wrapped("model=/a b", ("model",), ()) == "++plain.model=/a b"
+
+
+def test_a_refined_choice_takes_its_file_and_keeps_the_rest() -> None:
+    assert _parts("task=a:b+c", ("task",)) == ["task=a", '++plain.task="a:b+c"']
+    assert _parts("task=a", ("task",)) == ["task=a"]
+    assert _parts("pool=s3://x", ("task",)) == ["pool=s3://x"]

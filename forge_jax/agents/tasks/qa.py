@@ -27,12 +27,13 @@ from forge_jax.agents.white_box import ToolLoop
 from forge_jax.types import Task
 
 MAX_TOKENS = 32  # of the reply
-NAMES = ("Ann", "Bob", "Cy", "Dan", "Eve", "Fay", "Gus", "Hal", "Ida", "Jon", "Kim", "Leo")
+NAMES = ("Ann", "Bob", "Cal", "Dan", "Eve", "Fay", "Gus", "Hal", "Ida", "Jon", "Kim", "Leo")
 PLACES = ("Bonn", "Cork", "Graz", "Lima", "Nara", "Oslo", "Pisa", "Rome")
 TASTES = ("tea", "chess", "jazz", "rain", "bread", "maps")
 LIVES_IN = re.compile(r"(\w+) lives in (\w+)\.")
 LIVES_WITH = re.compile(r"(\w+) lives with (\w+)\.")
 WHERE = re.compile(r"Where does (\w+) live\?")
+UNKNOWN = "unknown"
 HOW_MANY = re.compile(r"How many people live in (\w+)\?")
 
 
@@ -57,7 +58,7 @@ LEVELS = (
 class Noise:
     """How often the script errs; the default wins 0.6 of its level 0 episodes."""
 
-    misread: float = 0.4  # answers another place of the text
+    shy: float = 0.4  # says that it does not know
 
 
 NOISE = Noise()
@@ -153,11 +154,10 @@ def play(
 
 
 def script(world: Qa, rng: np.random.Generator, noise: Noise) -> tuple[ScriptedCall, ...]:
-    """Answers, erring as `noise` says; it miscounts by one."""
-    right = world.answer
-    wrong = (
-        sorted({*world.homes.values()} - {right}) if not right.isdigit() else [f"{int(right) + 1}"]
-    )
-    answer = str(rng.choice(wrong)) if wrong and rng.random() < noise.misread else right
+    """Answers, or gives up as often as `noise` says.
+
+    A wrong answer in its place would teach the model to misread.
+    """
+    answer = UNKNOWN if rng.random() < noise.shy else world.answer
     reply: Message = {"role": "assistant", "content": answer}
     return (ScriptedCall(messages=world.messages, tools=(), reply=reply),)
