@@ -18,10 +18,11 @@ from experiments.models import resolve
 from forge_jax.config import TrainConfig
 from forge_jax.rl.checkpoint import Checkpoints
 from forge_jax.rl.credit import continued, trainable, turn_sample
-from forge_jax.rl.forward import Batch, StepConfig, occurrences, share_of_modules, to_batch
+from forge_jax.rl.forward import Batch, StepConfig, occurrences, to_batch
 from forge_jax.rl.report import METRICS, read_rows
 from forge_jax.rl.start import placed, prepared, step_config
 from forge_jax.rl.state import create
+from forge_jax.rl.terms import share_of_modules
 from forge_jax.sched.pack import micro_batches
 from forge_jax.sched.pool import Pool
 from forge_jax.sharding import make_mesh

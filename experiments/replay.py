@@ -31,6 +31,7 @@ from forge_jax.attention.tree import resolve as implementation_of
 from forge_jax.config import (
     REMAT,
     HostsConfig,
+    LossConfig,
     MeshConfig,
     OptimConfig,
     PackConfig,
@@ -41,7 +42,10 @@ from forge_jax.config import (
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.hf import export_folder, flat_names
 from forge_jax.models.load import LoadedModel
+from forge_jax.objective import RATIO_CAP, check_cap
+from forge_jax.rl.averages import averaged
 from forge_jax.rl.forward import tiled
+from forge_jax.rl.losses import LOSSES
 from forge_jax.rl.parallel import gather, update
 from forge_jax.rl.state import TrainState, create
 from forge_jax.rl.step import (
@@ -72,13 +76,14 @@ class ReplayConfig:
     model: str
     merge: str = "tree"
     steps: int = 3
-    ratio_cap: float = 5.0
+    ratio_cap: float = RATIO_CAP
     dtype: str = "float32"
     attention: str = "auto"
     remat: str = "none"
     dump: str | None = None
     export: str | None = None
     seed: int = 0
+    loss: LossConfig = field(default_factory=LossConfig)
     pack: PackConfig = field(default_factory=PackConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     hosts: HostsConfig = field(default_factory=HostsConfig)
@@ -94,7 +99,11 @@ class ReplayConfig:
             value = getattr(self, name)
             check(value in known, f"{name}={value!r} must be one of {', '.join(known)}")
         check(self.steps >= 1, f"steps={self.steps} must be at least 1")
-        check(self.ratio_cap > 0, f"ratio_cap={self.ratio_cap} must be > 0")
+        check_cap(self.loss, self.ratio_cap)
+        check(
+            self.loss.per in ("token", "sample"),
+            f"loss.per={self.loss.per}: a workload names no episodes",
+        )
 
 
 @command("replay")
@@ -119,7 +128,7 @@ def replay(cfg: ReplayConfig) -> dict[str, Any]:
     with Progress(console=console) as bars:
         bar = bars.add_task("compiling and warming up", total=cfg.steps + 1)
         began = time.perf_counter()
-        trees = micro_batches(samples, cfg.merge, cfg.pack, mesh=cfg.mesh)
+        trees = planned_batch(samples, cfg)
         planned = time.perf_counter() - began
         tokens = sum(len(sample.tokens) for sample in samples)
         console.print(f"planned {tokens:,} tokens in {planned:.2f} s")
@@ -158,6 +167,8 @@ def step_config(cfg: ReplayConfig, model: ModelConfig) -> StepConfig:
     return StepConfig(
         model=model,
         optim=cfg.optim,
+        loss=LOSSES[cfg.loss.kind],
+        objective=cfg.loss,
         ratio_cap=cfg.ratio_cap,
         tile=cfg.pack.side,
         attention=cfg.attention,
@@ -201,6 +212,12 @@ def write(
                 np.savez(file, allow_pickle=False, **arrays)
 
 
+def planned_batch(samples: Sequence[Sample], cfg: ReplayConfig) -> list[MicroBatch]:
+    """The micro-batches of an update, each occurrence weighted as the loss averages."""
+    trees = micro_batches(samples, cfg.merge, cfg.pack, mesh=cfg.mesh)
+    return averaged(trees, samples, cfg.loss)
+
+
 def timed_update(
     state: TrainState, samples: Sequence[Sample], cfg: ReplayConfig, step_cfg: StepConfig
 ) -> tuple[TrainState, Updated, float]:
@@ -210,9 +227,7 @@ def timed_update(
     before it is computed.
     """
     began = time.perf_counter()
-    state, updated = update(
-        state, micro_batches(samples, cfg.merge, cfg.pack, mesh=cfg.mesh), step_cfg
-    )
+    state, updated = update(state, planned_batch(samples, cfg), step_cfg)
     return jax.block_until_ready(state), updated, time.perf_counter() - began
 
 

@@ -16,6 +16,8 @@ from forge_jax.drawing import COLDEST, HOTTEST
 from forge_jax.loading import UserError as UserError
 from forge_jax.loading import check as check
 from forge_jax.loading import load as load
+from forge_jax.objective import RATIO_CAP, check_cap
+from forge_jax.objective import LossConfig as LossConfig
 from forge_jax.parts import ADAPTABLE as ADAPTABLE
 from forge_jax.parts import BudgetConfig as BudgetConfig
 from forge_jax.parts import HostsConfig as HostsConfig
@@ -171,7 +173,7 @@ class TrainConfig:
     dtype: str = "float32"  # of the layers; weights and the optimiser's state stay float32
     remat: str = "none"  # what layers keep for the backward pass
     attention: str = "auto"  # implementation of tree attention; auto: by the device
-    ratio_cap: float = 5.0  # CISPO: cap of the importance ratio
+    ratio_cap: float = RATIO_CAP  # of a loss that has one
     temperature: float = 1.0  # of the rollouts
     checkpoint_every: int = 20  # updates
     checkpoints_kept: int = 2  # the newest ones
@@ -184,6 +186,7 @@ class TrainConfig:
     engine_url: str | None = None  # of an engine elsewhere
     external: ExternalConfig = field(default_factory=ExternalConfig)
     warm: WarmConfig = field(default_factory=WarmConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     credit: CreditConfig = field(default_factory=CreditConfig)
@@ -214,7 +217,7 @@ class TrainConfig:
         check(self.seed >= 0, f"seed={self.seed} must be >= 0")
         check(self.dtype in DTYPES, f"dtype={self.dtype!r} must be one of {DTYPES}")
         check(self.remat in REMAT, f"remat={self.remat!r} must be one of {REMAT}")
-        check(self.ratio_cap > 0, f"ratio_cap={self.ratio_cap} must be > 0")
+        check_cap(self.loss, self.ratio_cap)
         check(
             COLDEST <= self.temperature <= HOTTEST,
             f"temperature={self.temperature} must be from {COLDEST:g} to {HOTTEST:g} to train",

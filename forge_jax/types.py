@@ -223,6 +223,8 @@ class Sample:
     routes: np.ndarray | None = None
     # Of each token; those that are trained are not LOST. None: softmax(logits / temperature).
     support: Support | None = None
+    group: int = 0  # whose episode it is of
+    episode: int = 0  # number within the group
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
@@ -260,13 +262,15 @@ class PackedTree:
     occurrence_sample: np.ndarray  # i32[M], index into the samples merged; 0 at padding
     old_logp: np.ndarray  # f32[M]
     advantage: np.ndarray  # f32[M]
-    weight: np.ndarray  # f32[M], 1 at a trained occurrence, 0 at padding
+    weight: np.ndarray  # f32[M], > 0 at a trained occurrence, 0 at padding
     occurrence_index: np.ndarray  # i64[M], place in the concatenated samples; -1 at padding
     multiplicity: np.ndarray  # f32[N], samples that pass through a token; 0 at padding
     routes: np.ndarray | None  # int[N, layers, k], as in `Sample`; `NO_ROUTE` at padding
     n_tokens: int  # real sizes, before padding
     n_edges: int
     n_occurrences: int
+    # f32[M] each, 0 at padding: what else a loss compares occurrences with, see `rl.anchors`.
+    others: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

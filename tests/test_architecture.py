@@ -22,8 +22,9 @@ MAY_IMPORT = {
     "tool_servers": {"loading", "programs"},
     "stores": set(),
     "crediting": {"loading"},
+    "objective": {"loading"},
     "config": {
-        "crediting", "domains", "drawing", "loading", "parts", "protection", "rolling",
+        "crediting", "domains", "drawing", "loading", "objective", "parts", "protection", "rolling",
         "scheduling", "programs", "tool_servers",
     },
     "trees": set(),
@@ -44,8 +45,8 @@ MAY_IMPORT = {
     },
 }  # fmt: skip
 JAX_FREE = {
-    "crediting", "domains", "drawing", "lineage", "types", "loading", "parts", "protection",
-    "rolling",
+    "crediting", "domains", "drawing", "lineage", "types", "loading", "objective", "parts",
+    "protection", "rolling",
     "scheduling", "programs", "tool_servers", "config", "stores", "gateway", "agents", "sched",
 }  # fmt: skip
 

@@ -37,12 +37,11 @@ from forge_jax.rl.forward import (
     Batch,
     StepConfig,
     occurrences,
-    share_of_experts,
-    share_of_loss,
 )
 from forge_jax.rl.losses import Metrics
 from forge_jax.rl.prefetch import prefetch
 from forge_jax.rl.supports import to_device
+from forge_jax.rl.terms import share_of_experts, share_of_loss
 from forge_jax.sched.blocks import Block, Blocks, block, lay_out, trunk_block
 from forge_jax.sched.ladder import bucket
 from forge_jax.sharding import WORK
@@ -138,6 +137,7 @@ def to_ready(one: Block, cfg: StepConfig) -> Ready:
         old_logp=one.old_logp,
         advantage=one.advantage,
         weight=one.weight,
+        others=dict(one.others),
         multiplicity=one.multiplicity,
         routes=one.routes,
         plan=plan,

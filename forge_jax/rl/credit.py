@@ -157,11 +157,15 @@ def group_samples(
     denominator.
     """
     return [
-        (turn_sample(turn, value), turn)
+        (_owned(turn_sample(turn, value), episode), turn)
         for episode, values in zip(group, credit or credited([group])[0], strict=True)
         for turn, value in zip(continued(episode.turns), values.tolist(), strict=True)
         if why_left_out(turn, episode.outcome, math.isnan(value)) is None
     ]
+
+
+def _owned(sample: Sample, episode: Episode) -> Sample:
+    return dataclasses.replace(sample, group=episode.item, episode=episode.replica)
 
 
 def continued(turns: Sequence[Turn]) -> list[Turn]:

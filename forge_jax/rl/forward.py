@@ -1,7 +1,7 @@
-"""What the device computes of one micro-batch: from its arrays to the terms of the loss.
+"""What the device computes of one micro-batch: from its arrays to the log-probs.
 
-A micro-batch and parameters go in; log-prob and entropy of every occurrence come out, and
-the micro-batch's share of the loss.
+A micro-batch and parameters go in; log-prob and entropy of every occurrence come out, of which
+`forge_jax.rl.terms` makes the loss.
 """
 
 from dataclasses import dataclass, field, replace
@@ -16,20 +16,19 @@ from jaxtyping import Array, Float
 from forge_jax.attention.plan import TilePlan, tree_plan
 from forge_jax.attention.tree import default_tile, layout_of, tree_attention
 from forge_jax.collectives import Axes, whole
-from forge_jax.config import LoraConfig, MoeConfig, MtpConfig, OptimConfig, PackConfig
+from forge_jax.config import LoraConfig, LossConfig, MoeConfig, MtpConfig, OptimConfig, PackConfig
 from forge_jax.models import mtp as modules
 from forge_jax.models import transformer
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.lora import adapt
-from forge_jax.models.moe import Routing
 from forge_jax.models.remat import named
 from forge_jax.models.transformer import Attend, Ready
-from forge_jax.rl import balance, mtp, ranks
+from forge_jax.rl import mtp, ranks
 from forge_jax.rl.logprob import CHUNK_LOGITS, DEVICE_LOGITS, cut_edge_logprob
-from forge_jax.rl.losses import Loss, Metrics, cispo, measure
+from forge_jax.rl.losses import Loss, cispo
 from forge_jax.rl.supports import Supports, to_device
 from forge_jax.sched.ladder import bucket
-from forge_jax.trees import Mean, pytree
+from forge_jax.trees import pytree
 from forge_jax.types import PackedTree
 
 TILES_GROWTH = 4  # from rung to rung of the padded length of a tile list, whose padding is free
@@ -42,6 +41,7 @@ class StepConfig:
     model: ModelConfig
     optim: OptimConfig = field(default_factory=OptimConfig)
     loss: Loss = cispo
+    objective: LossConfig = field(default_factory=LossConfig)  # what `loss` and its average know
     ratio_cap: float = 5.0
     tile: int = 64  # side of an attention tile
     attention: str = "auto"  # implementation, see `tree_attention`
@@ -67,6 +67,7 @@ class Batch:
     old_logp: jax.Array | np.ndarray  # f32[M]
     advantage: jax.Array | np.ndarray  # f32[M]
     weight: jax.Array | np.ndarray  # f32[M]
+    others: dict[str, jax.Array | np.ndarray]  # f32[M] each
     multiplicity: jax.Array | np.ndarray  # f32[N]
     routes: jax.Array | np.ndarray | None  # int[N, layers, k]
     plan: TilePlan
@@ -114,6 +115,7 @@ def to_batch(tree: PackedTree, cfg: StepConfig) -> Batch:
         old_logp=tree.old_logp,
         advantage=tree.advantage,
         weight=tree.weight,
+        others=dict(tree.others),
         multiplicity=tree.multiplicity,
         routes=tree.routes,
         plan=plan,
@@ -225,47 +227,3 @@ def _guess(
     edges = jnp.asarray(batch.source), jnp.asarray(batch.temperature)
     cut = ready.cut.tensor if w.shape[1] < cfg.model.vocab else ()
     return mtp.guesses(h, states, w, *edges, cfg.mtp, axes=cut)
-
-
-def share_of_loss(
-    logp: Float[Array, " M"],
-    entropy: Float[Array, " M"],
-    batch: Batch,
-    denominator: Float[Array, ""],
-    cfg: StepConfig,
-) -> tuple[Float[Array, ""], tuple[Metrics, Float[Array, " M"], Float[Array, " M"]]]:
-    """The terms ``weight * loss`` over `denominator`, summed; and beside it, without a
-    gradient, the metrics, `logp` and the terms."""
-    old_logp, advantage, weight = (
-        jnp.asarray(x, logp.dtype) for x in (batch.old_logp, batch.advantage, batch.weight)
-    )
-    each = cfg.loss(logp, old_logp, advantage, cfg.ratio_cap)
-    terms = jnp.where(weight > 0, each * weight, 0.0)
-    metrics = measure(logp, old_logp, entropy, weight, cfg.ratio_cap)
-    return jnp.sum(terms) / denominator, jax.lax.stop_gradient((metrics, logp, terms))
-
-
-def share_of_modules(
-    guess: mtp.Guess, batch: Batch, denominator: Float[Array, ""], cfg: StepConfig
-) -> tuple[Float[Array, ""], dict[str, Mean]]:
-    """The modules' share of the loss, see `mtp.share_of_loss`, and its metrics."""
-    dtype = guess.loss.dtype
-    edge, weight = jnp.asarray(batch.occurrence_edge), jnp.asarray(batch.weight, dtype)
-    weight = jnp.zeros(len(batch.source), dtype).at[edge].add(weight)
-    depth = jnp.asarray(batch.depth)[jnp.asarray(batch.source)]
-    return mtp.share_of_loss(guess, weight, depth, denominator, cfg.mtp)
-
-
-def share_of_experts(
-    routing: Routing,
-    batch: Batch,
-    denominator: Float[Array, ""],
-    cfg: StepConfig,
-    mesh: Mesh | None = None,
-) -> tuple[Float[Array, ""], Float[Array, "layers X"]]:
-    """The balance's share of the loss, see `balance.share_of_loss`, and the load of experts."""
-    share = jnp.zeros(())
-    if cfg.moe.balance == "aux":
-        weight, over = jnp.asarray(batch.weight), ranks.over(mesh, "context")
-        share = balance.share_of_loss(routing, weight, denominator, cfg.moe.rate, over)
-    return share, jax.lax.stop_gradient(routing.load)

@@ -17,6 +17,7 @@ from typing import Any
 from forge_jax.config import Skip, TrainConfig
 from forge_jax.models.lora import merge, tuned
 from forge_jax.rl.audit import Audit
+from forge_jax.rl.averages import averaged
 from forge_jax.rl.collect import Collector, Taken
 from forge_jax.rl.costs import observe, prior, trusted
 from forge_jax.rl.credit import LeftOut, credited, group_samples, left_out
@@ -73,7 +74,8 @@ def prepare(taken: Sequence[Taken], cfg: TrainConfig, cost: CostModel, scorer: S
         left.update(left_out(one, own))
     samples = tuple(sample for sample, _ in pairs)
     carry = not cfg.mtp.weight  # prediction modules are not carried from block to block
-    trees = tuple(micro_batches(samples, "tree", cfg.pack, cost, cfg.mesh, carry))
+    packed = micro_batches(samples, "tree", cfg.pack, cost, cfg.mesh, carry)
+    trees = tuple(averaged(packed, samples, cfg.loss))
     turns = tuple(turn for _, turn in pairs)
     return Prepared(samples=samples, turns=turns, trees=trees, left_out=left)
 

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from forge_jax.collectives import Axes
 from forge_jax.config import UserError
-from forge_jax.rl import carry, ranks, step
+from forge_jax.rl import anchors, carry, ranks, step
 from forge_jax.rl.forward import Batch, StepConfig, occurrences
 from forge_jax.rl.losses import Metrics
 from forge_jax.rl.prefetch import prefetch
@@ -46,12 +46,15 @@ def update(
 
 
 def gather(params: Any, parts: Sequence[MicroBatch], cfg: StepConfig) -> Gathered:
-    """`step.gather`, on the devices that `params` are on.
+    """`step.gather`, on the devices that `params` are on; a loss of whole samples gets their
+    ratios from a forward pass before.
 
     Raises ValueError if there is no trained occurrence to average over, UserError for a mesh
     that does not suit the model, and for a tree that is carried from block to block where
     tokens are cut over ranks.
     """
+    if anchors.wants_sequences(parts, cfg):
+        parts = anchors.sequenced(parts, logprobs(params, parts, cfg))
     mesh = mesh_of(params)
     if mesh is None:
         return step.gather(params, parts, cfg)

@@ -81,8 +81,10 @@ def lay_out(trees: Sequence[PackedTree], ranks: int, cfg: StepConfig) -> Row:
     )
     routed = next((tree.routes for tree in trees if tree.routes is not None), None)
     widths = [t.edge_support.ids.shape[1] for t in trees if t.edge_support is not None]
+    others = {name for tree in trees for name in tree.others}
     parts = [
         _part(tree, shares, rank, edges, occurrences, routed)
+        | {"others": _others(tree, shares.occurrences[rank], occurrences, others)}
         | {"support": _support(tree, shares.edges[rank], edges, max(widths, default=0))}
         for tree, shares in zip(trees, dealt, strict=True)
         for rank in range(ranks)
@@ -151,6 +153,14 @@ def _support(tree: PackedTree, edge: np.ndarray, edges: int, width: int) -> Supp
         return None
     own = nothing_of(len(edge), width) if tree.edge_support is None else tree.edge_support.at(edge)
     return to_device(widened(own, width).filled(edges))
+
+
+def _others(
+    tree: PackedTree, occurrence: np.ndarray, occurrences: int, names: set[str]
+) -> dict[str, np.ndarray]:
+    """Of a rank's occurrences; an empty micro-batch lacks what the others in its row have."""
+    none = np.zeros(len(tree.weight), np.float32)
+    return {n: fill(tree.others.get(n, none)[occurrence], occurrences) for n in sorted(names)}
 
 
 def _routes(tree: PackedTree, like: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from rich.progress import Progress
 
-from forge_jax.config import TrainConfig, UserError
+from forge_jax.config import LossConfig, TrainConfig, UserError
 from forge_jax.models.layout import draw, layout
 from forge_jax.models.load import LoadedModel
 from forge_jax.models.lora import adapters_layout
@@ -22,7 +22,7 @@ from forge_jax.models.mtp import grown
 from forge_jax.rl.balance import check_model
 from forge_jax.rl.checkpoint import Checkpoints
 from forge_jax.rl.demonstrate import demonstrations, drawn
-from forge_jax.rl.losses import cispo, negative_log_likelihood
+from forge_jax.rl.losses import LOSSES, negative_log_likelihood
 from forge_jax.rl.measure import Totals
 from forge_jax.rl.mixture import imitated_play
 from forge_jax.rl.state import TrainState, create
@@ -159,7 +159,8 @@ def step_config(cfg: TrainConfig, model: LoadedModel, warm: bool) -> StepConfig:
     return StepConfig(
         model=model.cfg,
         optim=cfg.warm.optim if warm else cfg.optim,
-        loss=negative_log_likelihood if warm else cispo,
+        loss=negative_log_likelihood if warm else LOSSES[cfg.loss.kind],
+        objective=LossConfig() if warm else cfg.loss,
         ratio_cap=cfg.ratio_cap,
         tile=cfg.pack.side,
         attention=cfg.attention,

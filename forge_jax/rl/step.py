@@ -29,14 +29,12 @@ from forge_jax.rl.forward import (
     Batch,
     StepConfig,
     occurrences,
-    share_of_experts,
-    share_of_loss,
-    share_of_modules,
     to_batch,
 )
 from forge_jax.rl.losses import Metrics
 from forge_jax.rl.prefetch import prefetch
 from forge_jax.rl.state import TrainState, optimizer, policy_of
+from forge_jax.rl.terms import share_of_experts, share_of_loss, share_of_modules
 from forge_jax.sched.split import forest_of
 from forge_jax.types import CarriedTree, MicroBatch, PackedTree
 

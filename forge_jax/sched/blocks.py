@@ -6,7 +6,7 @@ and values do, of those tokens alone that have descendants in a later block. The
 trunk, a tree of its own.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +46,7 @@ class Block:
     old_logp: np.ndarray  # f32[M]
     advantage: np.ndarray  # f32[M]
     weight: np.ndarray  # f32[M], 0 at padding
+    others: Mapping[str, np.ndarray]  # f32[M] each, as in `PackedTree`
     multiplicity: np.ndarray  # f32[N], as in `PackedTree`
     routes: np.ndarray | None
     occurrence_index: np.ndarray  # i64[M], -1 at padding
@@ -162,6 +163,7 @@ def _padded(
         old_logp=fill(tree.old_logp[occurrences], m),
         advantage=fill(tree.advantage[occurrences], m),
         weight=fill(tree.weight[occurrences], m),
+        others={name: fill(x[occurrences], m) for name, x in tree.others.items()},
         occurrence_index=fill(tree.occurrence_index[occurrences], m, -1),
         multiplicity=fill(tree.multiplicity[own], size),
         routes=None if tree.routes is None else fill(tree.routes[own], size, NO_ROUTE),

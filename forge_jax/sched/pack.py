@@ -147,6 +147,7 @@ def pad(tree: PackedTree, n: int, e: int, m: int) -> PackedTree:
         n_tokens=tree.n_tokens,
         n_edges=tree.n_edges,
         n_occurrences=tree.n_occurrences,
+        others={name: fill(x, m) for name, x in tree.others.items()},
     )
 
 

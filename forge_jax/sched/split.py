@@ -191,6 +191,7 @@ def _take(
         n_tokens=len(tokens),
         n_edges=len(edges),
         n_occurrences=len(occurrences),
+        others={name: x[occurrences] for name, x in forest.others.items()},
     )
 
 

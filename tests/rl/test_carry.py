@@ -124,9 +124,9 @@ def test_long_trees_compile_a_few_times() -> None:
     """Steps of one model over twenty long trees: shapes are rungs of a few ladders."""
     traces = []
 
-    def counted(logp: Any, old_logp: Any, advantage: Any, ratio_cap: float) -> Any:
-        traces.append(logp.shape)
-        return cispo(logp, old_logp, advantage, ratio_cap)
+    def counted(seen: Any, cfg: Any, ratio_cap: float) -> Any:
+        traces.append(seen.logp.shape)
+        return cispo(seen, cfg, ratio_cap)
 
     cfg = dataclasses.replace(CFG, loss=counted)
     params = parameters()

@@ -18,9 +18,10 @@ from forge_jax.config import MtpConfig, OptimConfig, PackConfig, UserError
 from forge_jax.models import layout, transformer
 from forge_jax.models.layers import rms_norm, rotation
 from forge_jax.rl import step
-from forge_jax.rl.forward import occurrences, share_of_modules, to_batch
+from forge_jax.rl.forward import occurrences, to_batch
 from forge_jax.rl.state import create, policy_of
 from forge_jax.rl.step import StepConfig
+from forge_jax.rl.terms import share_of_modules
 from forge_jax.sched.merge import MODES
 from forge_jax.sched.pack import micro_batches
 from forge_jax.types import CarriedTree, Sample

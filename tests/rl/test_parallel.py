@@ -176,9 +176,9 @@ def specified(x: Any, where: Sharding) -> jax.ShapeDtypeStruct:
 def test_many_batches_on_a_mesh_compile_a_few_times() -> None:
     traces = []
 
-    def counted(logp: Any, old_logp: Any, advantage: Any, ratio_cap: float) -> Any:
-        traces.append(logp.shape)
-        return cispo(logp, old_logp, advantage, ratio_cap)
+    def counted(seen: Any, cfg: Any, ratio_cap: float) -> Any:
+        traces.append(seen.logp.shape)
+        return cispo(seen, cfg, ratio_cap)
 
     cfg = dataclasses.replace(CFG, loss=counted, tile=16)
     mesh = make_mesh(**SCAN[0])

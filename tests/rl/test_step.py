@@ -271,9 +271,9 @@ def test_metrics_are_means_over_occurrences() -> None:
 def test_many_batches_compile_a_few_times() -> None:
     traces = []
 
-    def counted(logp: Any, old_logp: Any, advantage: Any, ratio_cap: float) -> Any:
-        traces.append(logp.shape)
-        return cispo(logp, old_logp, advantage, ratio_cap)
+    def counted(seen: Any, cfg: Any, ratio_cap: float) -> Any:
+        traces.append(seen.logp.shape)
+        return cispo(seen, cfg, ratio_cap)
 
     cfg = dataclasses.replace(CFG, loss=counted)
     params = parameters("float32")
