@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from forge_jax.config import (
 
 ROOT = Path(__file__).parent.parent
 RUN = {"model": "quick", "task": "hop", "steps": 3}
+MIXED = {"task": None, "domains": {"hop": {}, "qa": {"share": 2}}}
 
 
 def test_mappings_become_frozen_records() -> None:
@@ -31,6 +33,15 @@ def test_mappings_become_frozen_records() -> None:
     assert cfg.optim == OptimConfig(learning_rate=1.0)
     assert isinstance(cfg.optim.learning_rate, float)
     assert hash(cfg) == hash(load(TrainConfig, dataclasses.asdict(cfg)))
+
+
+def test_shares_of_domains_are_parts_of_the_whole() -> None:
+    cfg = load(TrainConfig, RUN | MIXED)
+    assert [(d.name, d.family, d.share) for d in cfg.mixture] == [
+        ("hop", "hop", 1 / 3),
+        ("qa", "qa", 2 / 3),
+    ]
+    assert [(d.name, d.share) for d in load(TrainConfig, RUN).mixture] == [("hop", 1.0)]
 
 
 @pytest.mark.parametrize(
@@ -74,11 +85,35 @@ def test_mappings_become_frozen_records() -> None:
         ({"sched": {"lag_updates": 1}}, "lag_updates=1 is too few for in_flight=16 and batch=8"),
         ({"sched": {"head_seconds": 0.0}}, "head_seconds=0.0 must be a number > 0"),
         ({"sched": {"requeue": True}}, "requeue=True needs head_seconds"),
+        ({"task": None}, "task=None and domains=None: give one of them"),
+        ({"domains": {"qa": {}}}, "task=hop and domains=['qa']: give one of them"),
+        ({**MIXED, "domains": {}}, "domains={} must name at least one"),
+        ({**MIXED, "domains": {"Q A": {}}}, "domains.Q A: a name has letters"),
+        ({**MIXED, "domains": {"expired": {}}}, "domains.expired: a name has letters"),
+        ({**MIXED, "domains": {"qa": {"share": 0}}}, "domains.qa: share=0.0 must be a number > 0"),
+        ({**MIXED, "domains": {"qa": {"speed": 2}}}, "unknown key domains.qa.speed=2"),
+        (
+            {**MIXED, "domains": {"qa": {"curriculum": {"levels": [0, 1], "demote": 0.5}}}},
+            "domains.qa.curriculum: demote=0.5 needs promote",
+        ),
+        (
+            {**MIXED, "domains": {"qa": {"curriculum": {"levels": [1], "promote": 0.5}}}},
+            "promote=0.5 leads nowhere with levels=(1,)",
+        ),
+        ({"sched": {"shares": "seconds"}}, "shares='seconds' must be one of items, tokens"),
+        ({"sched": {"shares": "tokens"}}, "sched.shares=tokens goes with domains: task=hop is al"),
+        (
+            {**MIXED, "sched": {"shares": "tokens", "lag_updates": 3}},
+            "lag_updates=3 goes with shares=items",
+        ),
+        ({"filter": {"constant": True}}, "filter: constant=True and tries=None go together"),
+        ({"filter": {"solved": 0.9}}, "filter.solved=0.9 needs tasks=N of a domain"),
+        ({**MIXED, "warm": {"demonstrations": 4}}, "warm.demonstrations=4 goes with task"),
         ({"warm": {"optim": {"learning_rate": 0}}}, "warm.optim: learning_rate=0.0 must be > 0"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(extra: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message.replace(".", r"\.")):
+    with pytest.raises(UserError, match=re.escape(message)):
         load(TrainConfig, RUN | extra)
 
 

@@ -154,7 +154,9 @@ def domain_row(cfg: TrainConfig, taken: Sequence[Taken], collector: Collector) -
         own = [item for item in taken if item.domain == name]
         episodes = [e for item in own for e in item.episodes]
         lags = [item.lag for item in own]
+        ends = [max([t.start + t.seconds for t in e.turns], default=0.0) for e in episodes]
         values = {
+            "seconds": mean(ends),  # from the start of an episode to the end of its last call
             "reward": mean([e.outcome.reward for e in episodes if e.outcome.valid]),
             "items": sum(not item.again for item in own),
             "lag_mean": mean(lags),

@@ -1,6 +1,6 @@
 """Pictures of a run: its curves, and a prefix forest as the trainer saw it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,8 @@ TRAINED, CONTEXT = "#f4a259", "#d7dee8"
 def draw_curves(path: Path, rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
     """Draws the metrics of a run over its steps; `summary` adds the evaluations."""
     told = {name for row in rows for name, value in row.items() if value is not None}
-    panels = [*PANELS, *(panel for panel in OTHERS if told.intersection(panel[1]))]
+    others = [*domain_panels(told), *OTHERS]
+    panels = [*PANELS, *(panel for panel in others if told.intersection(panel[1]))]
     columns = -(-len(panels) // 2)
     figure = Figure(figsize=(11 * columns / 3, 6), layout="constrained")
     axes = figure.subplots(2, columns).flat
@@ -60,6 +61,19 @@ def draw_curves(path: Path, rows: Sequence[Mapping[str, Any]], summary: Mapping[
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=7, frameon=False)
     figure.savefig(path, dpi=120)
+
+
+def domain_panels(told: Collection[str]) -> list[tuple[str, tuple[str, ...]]]:
+    """A panel for each of what is told of domains; none of a run of one task."""
+    prefix = "share_items_"
+    domains = sorted(name.removeprefix(prefix) for name in told if name.startswith(prefix))
+    measures = (
+        ("reward of domains", "reward"),
+        ("lag of domains, in items of their own", "lag_mean"),
+        ("share of items", "share_items"),
+        ("share of sampled tokens", "share_tokens"),
+    )
+    return [(title, tuple(f"{measure}_{name}" for name in domains)) for title, measure in measures]
 
 
 def draw_forest(path: Path, tree: PackedTree, show: Callable[[int], str], leaves: int = 40) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from forge_jax.rl.plots import draw_curves, draw_forest, leaf_rows
+from forge_jax.rl.plots import domain_panels, draw_curves, draw_forest, leaf_rows
 from forge_jax.sched.merge import merge
 from forge_jax.types import Sample
 
@@ -24,6 +24,13 @@ def test_every_token_stands_beside_its_leaves() -> None:
     assert tree.tokens[: tree.n_tokens].tolist() == [1, 2, 3, 4, 5, 9, 9]
     assert leaves.tolist() == [3, 2, 1, 1, 1, 1, 1]
     assert top.tolist() == [0, 0, 0, 1, 2, 3, 3]
+
+
+def test_domains_have_panels_of_their_own() -> None:
+    row = {"share_items_qa": 0.5, "share_items_hop": 0.5, "reward_hop": 1.0, "reward": 1.0}
+    panels = dict(domain_panels(row))
+    assert panels["reward of domains"] == ("reward_hop", "reward_qa")
+    assert not dict(domain_panels({"reward": 1.0}))["reward of domains"]
 
 
 def test_pictures_are_written(tmp_path: Path) -> None:
