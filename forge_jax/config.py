@@ -30,6 +30,7 @@ from forge_jax.protection import Skip as Skip
 from forge_jax.rolling import DTYPES as DTYPES
 from forge_jax.rolling import ENGINES as ENGINES
 from forge_jax.rolling import UPDATES as UPDATES
+from forge_jax.rolling import CertainConfig as CertainConfig
 from forge_jax.rolling import ExternalConfig as ExternalConfig
 from forge_jax.rolling import RolloutConfig as RolloutConfig
 from forge_jax.rolling import check_engine as check_engine

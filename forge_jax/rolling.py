@@ -1,7 +1,7 @@
 """Configuration of the rollout engine, and of one elsewhere."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from forge_jax.loading import check
 
@@ -11,6 +11,19 @@ PAGED = ("auto", "xla", "pallas")  # see `forge_jax.attention.paged`
 ENGINES = ("real", "vllm", "sglang")  # our own, or one elsewhere, see `forge_jax.rollout.external`
 EXTERNAL_UPDATES = ("recompute", "wait", "abort")  # see `forge_jax.rollout.external.engine`
 SPECULATE = ("off", "mtp", "ngram")  # what drafts: nothing, the model's modules, earlier text
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertainConfig:
+    """The run of near-certain tokens at which a completion is cut off, as one that loops."""
+
+    tokens: int = 0  # in a row; 0: none is cut off
+    p: float = 0.99  # probability under softmax(logits) above which a token is near-certain
+
+    def __post_init__(self) -> None:
+        check(self.tokens >= 0, f"tokens={self.tokens} must be >= 0")
+        check(0 < self.p < 1, f"p={self.p} must be between 0 and 1")
+        check(self.tokens > 0 or self.p == 0.99, f"p={self.p} without tokens cuts nothing off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +52,7 @@ class RolloutConfig:
     support: int = 64  # tokens that the support of a shaped draw may list, to be trained on
     speculate: str = "off"  # what drafts tokens for the model to verify: off | mtp | ngram
     drafts: int = 2  # tokens drafted at most for a verify; fewer, or none, where that is faster
+    certain: CertainConfig = field(default_factory=CertainConfig)
 
     def __post_init__(self) -> None:
         for name in ("slots", "context", "page", "chunk", "decode_steps"):

@@ -27,7 +27,10 @@ def faults(
         "calls": bad_calls(turn),
         "unfinished": float(turn.finish is Finish.LENGTH),
         "repetition": repetition(turn.output, cfg.ngram),
-        "certain": float(longest_certain(turn.logprobs, cfg.certain_p) >= cfg.certain_tokens),
+        "certain": float(
+            turn.temperature > 0  # else all tokens are said to be certain
+            and longest_certain(turn.logprobs, cfg.certain_p) >= cfg.certain_tokens
+        ),
         "language": mixing(text, scripts) if scripts else 0.0,
     }
 

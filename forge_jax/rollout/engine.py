@@ -30,7 +30,7 @@ from forge_jax.rollout.passage import Passage
 from forge_jax.rollout.runner import Flight, Runner
 from forge_jax.rollout.scheduler import Scheduler
 from forge_jax.rollout.stats import gauges
-from forge_jax.rollout.stop import StopStrings
+from forge_jax.rollout.stop import StopStrings, certain_run
 from forge_jax.sharding import mesh_of
 from forge_jax.types import Chunk, Refused, Request, Sampling
 
@@ -266,6 +266,7 @@ class RolloutEngine:
         stop = StopStrings(sampling.stop, self._tokenizer) if sampling.stop else None
         seed = seed_of(sampling, self._seed, number)
         job = job_of(request, self._limits, number, seed, stop, time.monotonic(), matcher)
+        job.certain = certain_run(self._rollout.certain)
         job.held = self._rollout.tiered and not job.scoring
         self._scheduler.submit(job)
         self._callers[number] = asyncio.Queue()

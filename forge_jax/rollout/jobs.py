@@ -14,7 +14,7 @@ from forge_jax.drawing import PLAIN, SHAPING
 from forge_jax.rollout.grammar import Matcher
 from forge_jax.rollout.packets import BIASES, STOP_IDS, Fresh, Scores
 from forge_jax.rollout.prefix import Node
-from forge_jax.rollout.stop import StopStrings
+from forge_jax.rollout.stop import CertainRun, StopStrings
 from forge_jax.types import NO_ROUTE, PromptLogprobs, Refused, Request, Sampling
 
 
@@ -42,6 +42,7 @@ class Job:
     awaited: bytes = b""  # a running request is computing this page of it
     waits_at: int = 0  # the place of that one
     matcher: Matcher | None = None  # of its grammar, where it has one
+    certain: CertainRun | None = None  # that it is cut off at
 
     @property
     def total(self) -> int:

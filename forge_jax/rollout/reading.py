@@ -95,7 +95,7 @@ def chunk_of(
 ) -> Chunk:
     """The chunk of what was sampled, one token or more; the job has it from then on."""
     job = stay.job
-    packet, finish, stop_text = _cut(job, packet)
+    packet, finish, stop_text = cut(job, packet)
     ids, count = np.ascontiguousarray(packet[:, SAMPLED]), len(packet)
     logprobs, raw = (
         np.ascontiguousarray(packet[:, column]).view(np.float32) for column in (LOGP, RAW)
@@ -122,9 +122,13 @@ def chunk_of(
     )
 
 
-def _cut(job: Job, packet: np.ndarray) -> tuple[np.ndarray, Finish | None, str | None]:
+def cut(job: Job, packet: np.ndarray) -> tuple[np.ndarray, Finish | None, str | None]:
     """What was sampled up to where the completion ends, and why it does."""
     stop_text, status = None, packet[-1, STATUS]
+    if job.certain is not None:
+        count = job.certain.feed(np.ascontiguousarray(packet[:, RAW]).view(np.float32))
+        if count is not None and (count < len(packet) or status == GOES_ON):
+            packet, status = packet[:count], EXHAUSTED
     if job.stop is not None:
         found = job.stop.feed(packet[:, SAMPLED].tolist())
         if found is not None:

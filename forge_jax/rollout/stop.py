@@ -1,11 +1,15 @@
-"""Finds stop strings in a stream of token ids.
+"""Finds where a completion is to end: stop strings, and runs of near-certain tokens.
 
-Token ids flow in, the number of tokens to keep flows out. The outcome depends on the
-tokens alone, never on how they were cut into calls.
+Token ids or log-probs flow in, the number of tokens to keep flows out. The outcome depends on
+these alone, never on how they were cut into calls.
 """
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
+
+from forge_jax.config import CertainConfig
 from forge_jax.models.tokenizer import Detokenizer, Tokenizer
 
 
@@ -41,3 +45,26 @@ class StopStrings:
             return min(places, key=lambda place: place[0])[1]
         self._tail = window[max(0, len(window) - self._keep) :] if self._keep else ""
         return None
+
+
+class CertainRun:
+    """Watches the log-probs of one completion for so many near-certain tokens in a row (after
+    MiniMax-M1, arXiv 2506.13585): a text that loops goes on so to its limit."""
+
+    def __init__(self, cfg: CertainConfig):
+        self._tokens = cfg.tokens
+        self._least = math.log(cfg.p)
+        self._run = 0  # tokens of it so far
+
+    def feed(self, logprobs: np.ndarray) -> int | None:
+        """How many of f32[n] `logprobs` were read when the run was complete; None if it is not."""
+        for count, certain in enumerate((logprobs > self._least).tolist(), 1):
+            self._run = self._run + 1 if certain else 0
+            if self._run >= self._tokens:
+                return count
+        return None
+
+
+def certain_run(cfg: CertainConfig) -> CertainRun | None:
+    """What watches a new completion; None where none is cut off."""
+    return CertainRun(cfg) if cfg.tokens else None
