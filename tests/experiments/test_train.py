@@ -110,6 +110,8 @@ def test_an_asynchronous_run_killed_again_and_again_counts_exactly(tmp_path: Pat
     sampled = sum(len(turn.output) for episode in episodes for turn in episode.turns)
     assert summary["tokens_sampled"] == sampled
     assert sampled == sum(row["tokens_sampled"] for row in rows(folder))
+    for row in rows(folder):  # nothing is sampled before its group was admitted
+        assert (row["version_lag_max"] or 0) <= row["lag_updates_max"]
 
 
 def test_the_same_call_again_finds_the_run_ended(
