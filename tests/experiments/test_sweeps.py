@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from experiments.command import CONFIGS
 from forge_jax.config import TrainConfig, load
+from forge_jax.rl.mixture import agents_of, lanes_of, sources_of
 
 SWEEPS = sorted((Path(CONFIGS) / "sweeps").glob("*.yaml"))
 EXPERIMENTS = sorted((Path(CONFIGS) / "experiment").glob("*.yaml"))
@@ -52,4 +53,6 @@ def test_experiments_compose(path: Path) -> None:
 
 @pytest.mark.parametrize("path", TASKS, ids=lambda p: p.stem)
 def test_one_override_names_the_task(path: Path) -> None:
-    assert composed(f"task={path.stem}").task == path.stem
+    cfg = composed(f"task={path.stem}")
+    assert cfg.task == (path.stem if cfg.domains is None else None)
+    agents_of(cfg), lanes_of(cfg), sources_of(cfg)  # refuse what does not go together
