@@ -42,6 +42,8 @@ class SchedConfig:
 
     group: int = 8  # G: episodes of one task
     batch: int = 8  # P: groups consumed a step
+    updates: int = 1  # minibatches of whole groups that a batch is cut into, an update each
+    epochs: int = 1  # passes over them
     shares: str = "items"  # what shares of domains are of: items, or sampled tokens
     in_flight: int | None = None  # N: groups in flight or finished but unconsumed; see `places`
     policy: str = "window"  # which finished group is next, and which is given up
@@ -66,6 +68,11 @@ class SchedConfig:
     def __post_init__(self) -> None:
         check(self.group >= 2, f"group={self.group} must be at least 2 (the baseline is siblings)")
         check(self.batch >= 1, f"batch={self.batch} must be at least 1")
+        check(
+            1 <= self.updates <= self.batch,
+            f"updates={self.updates} must be from 1 to batch={self.batch}: each has whole groups",
+        )
+        check(self.epochs >= 1, f"epochs={self.epochs} must be at least 1")
         check(self.places >= self.batch, f"in_flight={self.in_flight} < batch={self.batch}")
         check(self.shares in SHARES, f"shares={self.shares!r} must be one of {', '.join(SHARES)}")
         self._check_policy()

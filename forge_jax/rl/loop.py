@@ -31,9 +31,10 @@ from forge_jax.rl.reward_row import reward_row
 from forge_jax.rl.rewards import Scorer
 from forge_jax.rl.staleness import staleness_row
 from forge_jax.rl.state import TrainState
-from forge_jax.rl.step import StepConfig
+from forge_jax.rl.step import StepConfig, Updated
 from forge_jax.rl.stopping import unless
 from forge_jax.rl.tuning import retune
+from forge_jax.rl.updates import Minibatch, compared, dealt, laid, together
 from forge_jax.rollout.policy import PolicyEngine
 from forge_jax.sched.cost import CostModel, Fit
 from forge_jax.sched.pack import micro_batches
@@ -46,8 +47,13 @@ class Prepared:
 
     samples: tuple[Sample, ...]
     turns: tuple[Turn, ...]  # the call each sample is of
-    trees: tuple[MicroBatch, ...]
+    minibatches: tuple[Minibatch, ...]  # one for each update of a pass
     left_out: Mapping[LeftOut, int]  # sampled tokens that are not trained
+
+    @property
+    def trees(self) -> tuple[MicroBatch, ...]:
+        """The micro-batches of a pass."""
+        return tuple(part for one in self.minibatches for part in one.parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,18 +72,26 @@ def prepare(taken: Sequence[Taken], cfg: TrainConfig, cost: CostModel, scorer: S
     ordered = sorted(taken, key=lambda item: item.number)
     groups = [item.episodes for item in ordered]
     credit = credited(groups, scorer)
-    pairs = [
-        pair for one, own in zip(groups, credit, strict=True) for pair in group_samples(one, own)
-    ]
+    made = [group_samples(one, own) for one, own in zip(groups, credit, strict=True)]
+    seed = (cfg.seed, ordered[0].number)
+    deals = dealt([len(one) for one in made], cfg.sched.updates, seed)
+    pairs = [[pair for place in places for pair in made[place]] for places in deals]
     left: Counter[LeftOut] = Counter()
     for one, own in zip(groups, credit, strict=True):
         left.update(left_out(one, own))
-    samples = tuple(sample for sample, _ in pairs)
     carry = not cfg.mtp.weight  # prediction modules are not carried from block to block
-    packed = micro_batches(samples, "tree", cfg.pack, cost, cfg.mesh, carry)
-    trees = tuple(averaged(packed, samples, cfg.loss))
-    turns = tuple(turn for _, turn in pairs)
-    return Prepared(samples=samples, turns=turns, trees=trees, left_out=left)
+
+    def pack(samples: Sequence[Sample]) -> Sequence[MicroBatch]:
+        packed = micro_batches(samples, "tree", cfg.pack, cost, cfg.mesh, carry)
+        return averaged(packed, samples, cfg.loss)
+
+    minibatches = laid([[sample for sample, _ in own] for own in pairs], pack)
+    return Prepared(
+        samples=tuple(sample for own in pairs for sample, _ in own),
+        turns=tuple(turn for own in pairs for _, turn in own),
+        minibatches=minibatches,
+        left_out=left,
+    )
 
 
 async def reinforce(
@@ -123,7 +137,17 @@ async def reinforce(
             cost = trusted(costs, step_cfg.model, cfg.sched.synchronous)
             batch = await asyncio.to_thread(prepare, taken, cfg, cost, scorer)
             state, trained = await loop.run_in_executor(
-                device, train_step, state, batch, step, step_cfg, audit, costs, guard, base
+                device,
+                train_step,
+                state,
+                batch,
+                step,
+                cfg.sched.epochs,
+                step_cfg,
+                audit,
+                costs,
+                guard,
+                base,
             )
             weights = await loop.run_in_executor(
                 device, merge, tuned(base, state.params), step_cfg.lora
@@ -154,23 +178,33 @@ def train_step(
     state: TrainState,
     batch: Prepared,
     step: int,
+    epochs: int,
     cfg: StepConfig,
     audit: Audit,
     costs: Fit,
     guard: Guard,
     base: Any,
 ) -> tuple[TrainState, dict[str, Any]]:
-    """The update, and what it says of itself; a batch without a trained token changes nothing,
-    and neither does one whose step `guard` skips."""
-    state, done = update(state, batch.trees, cfg, base, guard.judge(batch.samples))
-    observe(costs, batch.trees, done, cfg.tile)
-    row: dict[str, Any] = {"stepped": done.stepped} | guard.row(done)
+    """The updates of a batch, and what they say of themselves; one without a trained token
+    changes nothing, and neither does one that `guard` skips."""
+    found: list[Updated] = []
+    judge, row = guard.judge(batch.samples), {}
+    for one in compared(batch.minibatches, tuned(base, state.params), epochs, cfg):
+        state, done = update(state, one.parts, cfg, base, judge)
+        observe(costs, one.parts, done, cfg.tile)
+        row = guard.row(done)
+        found.append(done)
+    done = together(found, len(batch.minibatches))
+    row |= {"stepped": done.stepped, "updates": sum(one.stepped for one in found)}
+    row["skipped"] = done.skipped
     row["tokens_skipped"] = len(done.logp) if done.skipped else 0
     if done.skipped:
         row["tokens_trained"] = 0
     if done.stepped or done.skipped not in (None, Skip.NON_FINITE):
         row |= {"loss": done.loss, "grad_norm": done.grad_norm} | done.metrics
         row |= staleness_row(batch.samples, batch.turns, done.logp, done.index, step - 1)
-        row |= audit.gap(batch.samples, batch.turns, batch.trees, step - 1, done, cfg)
+        first = batch.minibatches[0]  # the one that the weights of version step - 1 computed
+        whose = batch.samples[: first.samples], batch.turns[: first.samples]
+        row |= audit.gap(*whose, first.parts, step - 1, found[0], cfg)
     audit.remember(step, state.params)
     return state, row

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from rich.progress import Progress
 
-from forge_jax.config import LossConfig, TrainConfig, UserError
+from forge_jax.config import LossConfig, OptimConfig, TrainConfig, UserError
 from forge_jax.models.layout import draw, layout
 from forge_jax.models.load import LoadedModel
 from forge_jax.models.lora import adapters_layout
@@ -154,11 +154,20 @@ def imitation(
     return lambda step: drawn(shown, warm.batch, cfg.seed, step)
 
 
+def by_updates(cfg: TrainConfig) -> OptimConfig:
+    """The optimiser, which counts updates, with the schedule of its rate given in steps."""
+    each = cfg.sched.updates * cfg.sched.epochs
+    optim = cfg.optim
+    return dataclasses.replace(
+        optim, warmup_steps=optim.warmup_steps * each, decay_steps=optim.decay_steps * each
+    )
+
+
 def step_config(cfg: TrainConfig, model: LoadedModel, warm: bool) -> StepConfig:
     """What is compiled into the train step of a phase."""
     return StepConfig(
         model=model.cfg,
-        optim=cfg.warm.optim if warm else cfg.optim,
+        optim=cfg.warm.optim if warm else by_updates(cfg),
         loss=negative_log_likelihood if warm else LOSSES[cfg.loss.kind],
         objective=LossConfig() if warm else cfg.loss,
         ratio_cap=cfg.ratio_cap,

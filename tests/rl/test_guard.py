@@ -19,6 +19,7 @@ from forge_jax.rl.guard import FEWEST_NORMS, Guard, cosine
 from forge_jax.rl.loop import Prepared, train_step
 from forge_jax.rl.state import TrainState, create
 from forge_jax.rl.step import StepConfig, Updated
+from forge_jax.rl.updates import Minibatch
 from forge_jax.sched.cost import Fit
 
 CFG = StepConfig(model=MODEL, optim=OptimConfig(learning_rate=0.1), attention="reference")
@@ -76,11 +77,12 @@ def test_a_row_tells_what_was_skipped_and_that_nothing_was_trained() -> None:
     turns = tuple(make_turn([1, 2], [3 + i, 4, 5], [0, 0, 1]) for i in range(4))
     samples = tuple(turn_sample(turn, 1.0 - (i % 2)) for i, turn in enumerate(turns))
     trees = tuple(packed(samples, "tree"))
-    batch = Prepared(samples=samples, turns=turns, left_out={}, trees=trees)
+    whole = Minibatch(samples=len(samples), parts=tuple(trees))
+    batch = Prepared(samples=samples, turns=turns, left_out={}, minibatches=(whole,))
     for limit, why in ((None, None), (0.999, Skip.ESS)):
         guard = Guard(ProtectConfig(least_ess=limit))
         state, fit = create(parameters(), CFG.optim), Fit(prior(MODEL))
-        state, row = train_step(state, batch, 3, CFG, Audit(0), fit, guard, None)
+        state, row = train_step(state, batch, 3, 1, CFG, Audit(0), fit, guard, None)
         assert int(state.step) == (0 if why else 1)
         assert (row["stepped"], row["skipped"]) == (why is None, why)
         assert row["tokens_skipped"] == (12 if why else 0)

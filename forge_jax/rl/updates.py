@@ -1,0 +1,107 @@
+"""Several updates from one batch: minibatches of whole groups, and passes over them.
+
+A batch's groups of samples go in; minibatches of packed micro-batches come out, one for each
+update. Places of occurrences count over the whole batch throughout, and what is recomputed as an
+anchor is so once, under the weights before the first update.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from forge_jax.rl.anchors import anchored
+from forge_jax.rl.forward import StepConfig
+from forge_jax.rl.parallel import logprobs
+from forge_jax.rl.step import Updated
+from forge_jax.types import CarriedTree, MicroBatch, PackedTree, Sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class Minibatch:
+    """What one update is of; the next one begins where it ends."""
+
+    samples: int  # of the batch
+    parts: tuple[MicroBatch, ...]
+
+
+def dealt(groups: Sequence[int], updates: int, seed: Sequence[int]) -> list[list[int]]:
+    """Places of the `groups` that train something, `updates` lists as long as one another, or one
+    longer; shuffled by `seed`. Each group has a number of samples."""
+    if updates == 1:
+        return [list(range(len(groups)))]
+    full = np.flatnonzero(groups)
+    order = np.random.default_rng(list(seed)).permutation(full)
+    return [sorted(part.tolist()) for part in np.array_split(order, updates)]
+
+
+def laid(
+    minibatches: Sequence[Sequence[Sample]],
+    pack: Callable[[Sequence[Sample]], Sequence[MicroBatch]],
+) -> tuple[Minibatch, ...]:
+    """Each minibatch as `pack` makes micro-batches of it, its places behind those before it."""
+    made, samples, tokens = [], 0, 0
+    for own in minibatches:
+        parts = tuple(_behind(part, samples, tokens) for part in pack(own))
+        made.append(Minibatch(samples=len(own), parts=parts))
+        samples, tokens = samples + len(own), tokens + sum(len(s.tokens) for s in own)
+    return tuple(made)
+
+
+def _behind(part: MicroBatch, samples: int, tokens: int) -> MicroBatch:
+    if isinstance(part, CarriedTree):
+        return replace(part, tree=_moved(part.tree, samples, tokens))
+    return _moved(part, samples, tokens)
+
+
+def _moved(tree: PackedTree, samples: int, tokens: int) -> PackedTree:
+    real = tree.occurrence_index >= 0
+    return replace(
+        tree,
+        occurrence_sample=np.where(real, tree.occurrence_sample + samples, 0).astype(np.int32),
+        occurrence_index=np.where(real, tree.occurrence_index + tokens, -1),
+    )
+
+
+def compared(
+    minibatches: Sequence[Minibatch], params: Any, epochs: int, cfg: StepConfig
+) -> list[Minibatch]:
+    """The minibatches of `epochs` passes in order, with log-probs under `params`, the weights
+    before the first of their updates, where the loss compares later ones with these."""
+    passes = list(minibatches) * epochs
+    if not cfg.objective.recomputed or len(passes) == 1:
+        return passes
+    told = [
+        replace(one, parts=tuple(anchored(one.parts, logprobs(params, one.parts, cfg))))
+        if one.parts
+        else one
+        for one in minibatches
+    ]
+    return told * epochs
+
+
+def together(done: Sequence[Updated], minibatches: int) -> Updated:
+    """What the updates of a batch came to: means of numbers, and the log-probs of the first pass,
+    each under the weights before its own update.
+
+    `skipped` is why the first of them was that was.
+    """
+    if len(done) == 1:
+        return done[0]
+    told = [one for one in done if one.metrics] or list(done)
+    metrics = {
+        name: (max if name == "ratio_max" else np.mean)([float(one.metrics[name]) for one in told])
+        for name in told[0].metrics
+        if all(name in one.metrics for one in told)
+    }
+    return Updated(
+        stepped=any(one.stepped for one in done),
+        skipped=next((one.skipped for one in done if one.skipped is not None), None),
+        loss=float(np.mean([one.loss for one in told])),
+        grad_norm=float(np.mean([one.grad_norm for one in told])),
+        metrics={name: float(value) for name, value in metrics.items()},
+        logp=np.concatenate([one.logp for one in done[:minibatches]]),
+        index=np.concatenate([one.index for one in done[:minibatches]]),
+        seconds=sum(one.seconds for one in done),
+    )
