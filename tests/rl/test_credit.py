@@ -1,9 +1,13 @@
 """Laws of the samples of a group: per episode, and no signal means no samples."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from forge_jax.rl.credit import group_samples
+from forge_jax.config import CreditConfig
+from forge_jax.rl.credit import credited, group_samples
+from forge_jax.rl.rewards import Scorer
 from forge_jax.types import Episode, Finish, Outcome, Status, Task, Turn
 
 
@@ -79,3 +83,35 @@ def test_only_sampled_tokens_with_log_probs_are_trained() -> None:
     np.testing.assert_array_equal(sample.old_logp[sample.mask], good.logprobs)
     assert (sample.advantage[sample.mask] == 1.0).all()
     assert not sample.advantage[~sample.mask].any()
+
+
+@pytest.mark.parametrize("scale", ["none", "batch", "group"])
+def test_what_is_trained_does_not_depend_on_how_an_episode_is_cut_into_calls(scale: str) -> None:
+    """Every sampled token once, where it was sampled, with one advantage; copies are context."""
+    text = np.arange(10, 22, dtype=np.int32)
+    logprobs = np.linspace(-1, -2, 12, dtype=np.float32)
+
+    def calls(borders: list[int]) -> tuple[Turn, ...]:
+        ends = [*borders[1:], 12]
+        return tuple(
+            dataclasses.replace(
+                turn(), prompt=text[:a], output=text[a:b], logprobs=logprobs[a:b],
+                versions=np.zeros(b - a, np.int32), start=float(a),
+            )
+            for a, b in zip(borders, ends, strict=True)
+        )  # fmt: skip
+
+    def trained(borders: list[int]) -> list[tuple[list[int], float, float]]:
+        group = [dataclasses.replace(episode(1.0), turns=calls(borders)), episode(0.0)]
+        [credit] = credited([group], Scorer(credit=CreditConfig(scale=scale)))
+        return [
+            (sample.tokens[: place + 1].tolist(), sample.old_logp[place], sample.advantage[place])
+            for sample, source in group_samples(group, credit)
+            if source.output[0] >= 10
+            for place in np.flatnonzero(sample.mask)
+        ]
+
+    whole = trained([3])
+    assert len(whole) == 9
+    for borders in ([3, 5], [3, 4, 5, 9], list(range(3, 12))):
+        assert trained(borders) == whole
