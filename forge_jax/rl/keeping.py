@@ -86,8 +86,8 @@ class Keeper:
 
     def stop(self) -> None:
         """Saves the last complete step, unless it is saved; called on the device thread when no
-        update runs."""
-        if self._unsaved is not None:
+        update runs. A run whose weights are held back goes on from its start alone."""
+        if self._unsaved is not None and not self._run.cfg.sched.hold_updates:
             self.save(*self._unsaved)
 
 

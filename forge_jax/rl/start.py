@@ -90,7 +90,7 @@ def beginning(
         state = create(params, cfg.optim)
         return Start(step=0, state=state, base=base, totals=Totals(), cursors=None)
     late = cfg.sched.hold_updates
-    if late and step:
+    if late and 0 < step < cfg.steps:
         raise UserError(
             f"sched.hold_updates={late}: checkpoint {step} lacks the older weights that its engine "
             "sampled from; such a run goes on from its start alone"
