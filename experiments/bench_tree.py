@@ -38,7 +38,7 @@ from forge_jax.config import UserError, load
 from forge_jax.models.config import ModelConfig
 from forge_jax.models.hf import export_folder
 from forge_jax.rl.forest_plot import draw_forest_and_tiles
-from forge_jax.rl.report import write_whole
+from forge_jax.rl.writing import write_whole
 from forge_jax.sched.merge import merge, unique_tokens
 from forge_jax.sched.workload import read_workload
 from forge_jax.types import Sample

@@ -20,7 +20,7 @@ from rich.progress import Progress
 from experiments.pool_items import intact
 from experiments.pool_rows import Row, bytes_of, join, rows_of, write
 from forge_jax.config import UserError
-from forge_jax.rl.report import write_whole
+from forge_jax.rl.writing import write_whole
 from forge_jax.sched.locks import locked
 from forge_jax.sched.pool import Pool
 

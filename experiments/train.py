@@ -23,8 +23,8 @@ from experiments.models import resolve
 from experiments.runs import check_same, summary_of
 from forge_jax.config import TrainConfig, UserError, load
 from forge_jax.rl.forward import tiled
-from forge_jax.rl.report import write_whole
 from forge_jax.rl.run import train
+from forge_jax.rl.writing import write_whole
 from forge_jax.sharding import mesh_from
 
 # What a run is: a checkpoint of one does not continue another, and its two evaluations are

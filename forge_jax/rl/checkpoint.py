@@ -12,6 +12,7 @@ import orbax.checkpoint as ocp
 
 from forge_jax.config import UserError
 from forge_jax.rl.state import TrainState
+from forge_jax.rl.writing import written
 
 
 class Checkpoints:
@@ -42,16 +43,19 @@ class Checkpoints:
     def save(self, step: int, state: TrainState, host: dict[str, Any]) -> None:
         """Writes state and cursors as one object; returns when it is on disk.
 
-        Raises ValueError if there is a checkpoint of `step` or a later one.
+        Raises ValueError if there is a checkpoint of `step` or a later one, OSError naming the
+        folder and what is free where it cannot be written; the earlier ones stay.
         """
-        written = self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(host)
-            ),
-        )
-        if not written:
-            raise ValueError(f"checkpoint {step=} is not after {self.latest()}")
+        latest = self.latest()
+        if latest is not None and step <= latest:
+            raise ValueError(f"checkpoint {step=} is not after {latest}")
+        with written(self.folder / str(step)):
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(host)
+                ),
+            )
 
     def restore(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """The checkpoint of `step`, with the shapes and shardings of `like`.

@@ -18,6 +18,7 @@ from forge_jax.agents.protocol import Agent
 from forge_jax.agents.runner import run_episode
 from forge_jax.config import BudgetConfig
 from forge_jax.gateway.gateway import Gateway
+from forge_jax.rl.health import Health
 from forge_jax.rl.partial import GroupDeadline, expire
 from forge_jax.types import Episode, Outcome, Status, Task
 
@@ -37,32 +38,43 @@ class Player:
     seconds: float  # limit of an episode
     budget: BudgetConfig = field(default_factory=BudgetConfig)  # of its calls
     limits: WorldLimits = field(default_factory=WorldLimits)  # of its world
+    health: Health = field(default_factory=Health)  # of the engine
 
     async def group(
         self, item: int, task: Task, size: int, deadline: GroupDeadline | None = None
     ) -> tuple[Episode, ...]:
         """`size` episodes of one task, at once; those that `deadline` does not wait for are
-        EXPIRED."""
+        EXPIRED. A group whose engine failed is played again."""
+        return await self.health.unbroken(lambda: self._group(item, task, size, deadline))
+
+    async def _group(
+        self, item: int, task: Task, size: int, deadline: GroupDeadline | None
+    ) -> tuple[Episode, ...]:
         limits = [asyncio.timeout(None) for _ in range(size)]
         async with asyncio.TaskGroup() as group:
             runs = [
-                group.create_task(self.episode(item, i, task, limit))
+                group.create_task(self._episode(item, i, task, limit))
                 for i, limit in enumerate(limits)
             ]
             if deadline is not None:
                 await expire(runs, limits, deadline)
         return tuple(run.result() for run in runs)
 
-    async def episode(
-        self, item: int, replica: int, task: Task, limit: asyncio.Timeout | None = None
-    ) -> Episode:
-        """One episode. Its tokens depend on (seed, item, replica), not on what runs beside it.
-
-        EXPIRED, with the calls it has made, where `limit` runs out.
+    async def episode(self, item: int, replica: int, task: Task) -> Episode:
+        """One episode. Its tokens depend on (seed, item, replica), not on what runs beside it; if
+        its engine failed, it is played again.
 
         With a budget its outcome has "over_budget" among its metrics: 1 if calls were refused or
         cut for that, else 0.
         """
+        return await self.health.unbroken(
+            lambda: self._episode(item, replica, task, asyncio.timeout(None))
+        )
+
+    async def _episode(
+        self, item: int, replica: int, task: Task, limit: asyncio.Timeout
+    ) -> Episode:
+        """EXPIRED, with the calls it has made, where `limit` runs out."""
         name = self.name(item, replica)
         # Who knows a session's name may read in it; what the model reads depends on `ids` alone.
         session = f"{name}-{secrets.token_urlsafe(16)}"
@@ -75,7 +87,7 @@ class Player:
         )
         try:
             client = self.client.with_options(base_url=f"{self.url}/s/{session}/v1")
-            outcome = await self._outcome(task, client, limit or asyncio.timeout(None))
+            outcome = await self._outcome(task, client, limit)
             if self.budget != BudgetConfig():
                 over = float(self.gateway.over_budget(session))
                 told = {**outcome.metrics, "over_budget": over}

@@ -9,7 +9,7 @@ import secrets
 from pathlib import Path
 
 from forge_jax.config import UserError
-from forge_jax.rl.report import write_whole
+from forge_jax.rl.writing import write_whole
 from forge_jax.sched.pool import Pool
 
 OWNER = "pool_owner.json"  # in the folder of a run that keeps its pool elsewhere

@@ -20,15 +20,9 @@ from rich.progress import (
 )
 
 from forge_jax.config import LogConfig, UserError
+from forge_jax.rl.writing import write_whole, written
 
 METRICS = "metrics.jsonl"
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes beside and renames: whenever a kill comes, the old text is there or the new one."""
-    beside = path.with_name(path.name + ".tmp")
-    beside.write_text(text)
-    beside.replace(path)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -67,16 +61,16 @@ class Reporter:
         self.path = folder / METRICS
         self.rows = [row for row in read_rows(self.path) if row["step"] <= last_step]
         write_whole(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
-        self._file = self.path.open("a")
         self._wandb = start_wandb(folder, cfg, config) if cfg.wandb != "disabled" else None
 
     def add(self, row: dict[str, Any]) -> None:
-        """Writes one step; raises ValueError if its step does not come after the last one."""
+        """Writes one step. Raises ValueError if its step does not come after the last one, OSError
+        where the file cannot be written; a row cut short is none when it is read again."""
         if self.rows and row["step"] <= self.rows[-1]["step"]:
             raise ValueError(f"step {row['step']} after step {self.rows[-1]['step']}")
         self.rows.append(row)
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        with written(self.path), self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
         if self._wandb is not None:
             scalars = {k: v for k, v in row.items() if isinstance(v, int | float)}
             self._wandb.log(scalars, step=row["step"])
@@ -87,7 +81,6 @@ class Reporter:
             self._wandb.summary.update(dict(summary))
 
     def close(self) -> None:
-        self._file.close()
         if self._wandb is not None:
             self._wandb.finish()
 

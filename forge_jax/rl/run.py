@@ -36,13 +36,14 @@ from forge_jax.rl.play import Player
 from forge_jax.rl.plots import draw_curves
 from forge_jax.rl.pool import pool_of
 from forge_jax.rl.queueing import group_deadline
-from forge_jax.rl.report import Reporter, progress, write_whole
+from forge_jax.rl.report import Reporter, progress
 from forge_jax.rl.rewards import Scorer
 from forge_jax.rl.serving import Serving, engine_elsewhere, serving
 from forge_jax.rl.start import Start, beginning, prepared, step_config
 from forge_jax.rl.stopping import stoppable
 from forge_jax.rl.summary import domain_summary, summary_of
 from forge_jax.rl.watchdog import watching
+from forge_jax.rl.writing import write_whole
 from forge_jax.rollout.fitting import check_model, over_places
 
 
@@ -115,7 +116,10 @@ async def play(run: Run, start: Start) -> dict[str, Any] | None:
                 decode=run.model.chat.tokenizer.decode,
                 base=start.base,
                 stop=stop,
-                faults=lambda: {"loop_blocked": watchdog.blocked},
+                faults=lambda: {
+                    "loop_blocked": watchdog.blocked,
+                    "engine_restarts": up.health.failures,
+                },
             )
             if stop.is_set():
                 await asyncio.get_running_loop().run_in_executor(run.device, keeper.stop)
@@ -185,6 +189,7 @@ def player(
         seconds=run.cfg.sched.episode_seconds,
         budget=run.cfg.budget,
         limits=WorldLimits(tool=run.cfg.sched.tool_seconds, verify=run.cfg.sched.verify_seconds),
+        health=up.health,
     )
 
 

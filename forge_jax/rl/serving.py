@@ -19,6 +19,7 @@ from forge_jax.config import RolloutConfig, TrainConfig
 from forge_jax.gateway.config import GatewayConfig
 from forge_jax.gateway.gateway import Gateway
 from forge_jax.models.load import LoadedModel
+from forge_jax.rl.health import Health, supervised
 from forge_jax.rollout.engine import RolloutEngine
 from forge_jax.rollout.external.engine import ExternalEngine
 from forge_jax.rollout.external.published import Folder
@@ -33,6 +34,7 @@ class Serving:
     gateway: Gateway
     url: str
     client: AsyncOpenAI
+    health: Health
 
 
 @asynccontextmanager
@@ -47,7 +49,8 @@ async def serving(
     """Serves a copy of `params`, taken before any later job of `device`, as `version`; by an
     engine of our own or, if there is one, `elsewhere`.
 
-    A fault of the engine ends the body of the context with that fault.
+    An engine of our own that fails serves again, see `supervised`; a fault that stays, or one of an
+    engine elsewhere, ends the body of the context with that fault.
     """
     engine: PolicyEngine = elsewhere or RolloutEngine(
         model.cfg,
@@ -70,9 +73,11 @@ async def serving(
     async with asyncio.TaskGroup() as group:
         if elsewhere is not None:
             await elsewhere.swap(version, params)
-        running = group.create_task(engine.serve())
+        health = Health()
+        served = engine.serve() if elsewhere is not None else supervised(engine.serve, health)
+        running = group.create_task(served)
         async with gateway.running() as url, shared_client(url) as client:
-            yield Serving(engine=engine, gateway=gateway, url=url, client=client)
+            yield Serving(engine=engine, gateway=gateway, url=url, client=client, health=health)
         running.cancel()
 
 

@@ -183,16 +183,17 @@ class RolloutEngine:
             return await self._passage.ingest(ids, landed)
 
     async def serve(self) -> None:
-        """Runs until cancelled; then every request ends with Finish.ABORT.
-
-        A fault of the device ends every request with Refused(500) and is raised here.
-        """
+        """Runs until cancelled; then every request ends with Finish.ABORT. A fault of the device
+        ends every request with Refused(500) and is raised here; after that it can be called again,
+        and begins with nothing cached beside the weights."""
         check(not self._serving, "serve() is already running")
-        if self._failure is not None:
-            raise RuntimeError("the engine has failed before") from self._failure
         self._serving, self._closed = True, None
         try:
             await self._ready()
+            if self._failure is not None:
+                await self._on_device(self._runner.allocate)
+                self._scheduler.renew(self._root())
+                self._failure = None
             await self._rounds()
         except asyncio.CancelledError:
             self._closed = "the engine has stopped"

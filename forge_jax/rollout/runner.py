@@ -69,11 +69,16 @@ class Runner:
         self._drafter: Drafter = None
 
     def start(self, params: Any) -> None:
-        """Publishes the first weights and allocates pool and slots beside them."""
+        """Publishes the first weights, and allocates what is beside them."""
         self._layout = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=automatic(x.sharding)), params
         )
         self._weights = self._copy(params)
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Empty pool and slots beside the weights: at the start, and after a fault, which may have
+        taken those that were donated to a call."""
         embed, rollout = self._weights["embed"], self._rollout
         where = pool_sharding(embed.sharding, self._cfg, rollout.dealt)
         sizes = (rollout.pool_pages, rollout.page, embed.dtype, where, rollout.modules)

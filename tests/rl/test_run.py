@@ -11,6 +11,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from small_run import config
 
@@ -35,7 +36,10 @@ def played(cfg: TrainConfig, folder: Path) -> dict[str, Any]:
 def history(folder: Path) -> list[dict[str, Any]]:
     rows = read_rows(folder / "metrics.jsonl")
     rows = [{k: v for k, v in row.items() if "seconds" not in k} for row in rows]
-    return [{k: v for k, v in row.items() if k != "loop_blocked"} for row in rows]
+    return [
+        {k: v for k, v in row.items() if k not in ("loop_blocked", "engine_restarts")}
+        for row in rows
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +92,28 @@ def test_a_run_goes_on_from_before_its_first_checkpoint(
     again = dataclasses.replace(CFG, resume=str(tmp_path))
     assert (played(again, tmp_path), history(tmp_path)) == calm
     assert evaluations == ["evaluation after"]
+
+
+def test_an_engine_that_fails_once_costs_nothing_but_time(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    calm: tuple[dict[str, Any], list[dict[str, Any]]],
+) -> None:
+    real, failed = Runner._decode, []
+
+    def broken(*args: Any) -> Any:
+        if (tmp_path / "metrics.jsonl").stat().st_size and not failed:
+            failed.append(True)
+            jax.tree.map(lambda x: x.delete(), args[0]._pool)  # as a call that was given it does
+            raise RuntimeError("the engine broke")
+        return real(*args)
+
+    monkeypatch.setattr(Runner, "_decode", broken)
+    assert (played(CFG, tmp_path), history(tmp_path)) == calm
+    restarts = [row["engine_restarts"] for row in read_rows(tmp_path / "metrics.jsonl")]
+    assert restarts == [0, 1, 1]
+    assert sum("the engine failed" in text for text in caplog.messages) == 1
 
 
 def test_a_run_that_is_terminated_saves_its_last_update(

@@ -213,7 +213,7 @@ def test_cancelling_serve_aborts_every_request_once_and_it_can_serve_again() -> 
 
 
 @pytest.mark.parametrize("program", ["prefill", "decode"])
-def test_a_fault_of_the_device_reaches_every_caller(
+def test_a_fault_of_the_device_reaches_every_caller_and_it_can_serve_again(
     program: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any, **__: Any) -> None:
@@ -233,6 +233,15 @@ def test_a_fault_of_the_device_reaches_every_caller(
                 assert "out of memory" in str(result)
             with pytest.raises(Refused, match="out of memory"):
                 await complete(engine, ask(prompt(0, 3)))
+            monkeypatch.undo()
+            jax.tree.map(lambda x: x.delete(), engine._runner._pool)  # as a call given it may
+            async with serving(engine):
+                again = [complete(engine, ask(prompt(i, 3), seed=i)) for i in range(9)]
+                found = await asyncio.gather(*again)
+            for i, out in enumerate(found):
+                assert out.finish is Finish.LENGTH
+                wanted = teacher_logprobs(weights(), prompt(i, 3), out.ids, 1.0)
+                np.testing.assert_allclose(out.logprobs, wanted, atol=1e-4)
 
     asyncio.run(run())
 
