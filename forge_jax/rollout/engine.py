@@ -184,8 +184,7 @@ class RolloutEngine:
 
     async def serve(self) -> None:
         """Runs until cancelled; then every request ends with Finish.ABORT. A fault of the device
-        ends every request with Refused(500) and is raised here; after that it can be called again,
-        and begins with nothing cached beside the weights."""
+        ends every one with Refused(500) and is raised here; the next call begins without caches."""
         check(not self._serving, "serve() is already running")
         self._serving, self._closed = True, None
         try:
