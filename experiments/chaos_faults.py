@@ -124,8 +124,9 @@ def damaged(items: Path, shares: Sequence[float]) -> list[int]:
     chosen = dict.fromkeys(found[int(share * len(found))] for share in shares)
     for turn, path in enumerate(chosen):
         data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 0xFF
-        path.write_bytes(data[: len(data) // 2] if turn % 2 else data)
+        middle = len(data) // 2
+        data[middle] = (data[middle] + 1) % 256  # of one damaged before, too
+        path.write_bytes(data[:middle] if turn % 2 else data)
     return [int(path.name) for path in chosen]
 
 
