@@ -9,7 +9,17 @@ import numpy as np
 from forge_jax.agents.black_box import black_box
 from forge_jax.agents.mcp import mcp_agent
 from forge_jax.agents.protocol import Agent, ScriptedCall, Workspace
-from forge_jax.agents.tasks import calc, desk, hop, hop_files, hop_tool, notes, qa, reasoning
+from forge_jax.agents.tasks import (
+    calc,
+    desk,
+    hop,
+    hop_files,
+    hop_slow,
+    hop_tool,
+    notes,
+    qa,
+    reasoning,
+)
 from forge_jax.config import UserError
 from forge_jax.programs import ProgramConfig
 from forge_jax.tool_servers import ToolsConfig
@@ -36,6 +46,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "calc": calc,
         "desk": desk,
         "hop": hop,
+        "hop_slow": hop_slow,
         "hop_tool": hop_tool,
         "notes": notes,
         "qa": qa,

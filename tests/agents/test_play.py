@@ -13,7 +13,7 @@ from stand_in_server import completion, replies, stand_in
 from forge_jax.agents.families import FAMILIES, family_of
 from forge_jax.agents.protocol import ScriptedCall
 from forge_jax.agents.split import draw_from, held_out
-from forge_jax.agents.tasks import calc, desk, hop, notes, qa
+from forge_jax.agents.tasks import calc, desk, hop, hop_slow, notes, qa
 from forge_jax.agents.white_box import ToolLoop, WindowLoop
 from forge_jax.models.chat import built_in
 from forge_jax.types import Task
@@ -23,6 +23,7 @@ PERFECT: dict[str, Any] = {
     "calc": calc.Noise(early=0.0, wrong=0.0),
     "desk": desk.Noise(wrong=0.0, lazy=0.0),
     "hop": hop.Noise(early=0.0, wrong=0.0),
+    "hop_slow": hop.Noise(early=0.0, wrong=0.0),
     "hop_tool": hop.Noise(early=0.0, wrong=0.0),
     "notes": notes.Noise(forget=0.0),
     "qa": qa.Noise(shy=0.0),
@@ -32,6 +33,7 @@ MODULES: dict[str, Any] = {
     "calc": calc,
     "desk": desk,
     "hop": hop,
+    "hop_slow": hop_slow,
     "hop_tool": hop,
     "notes": notes,
     "qa": qa,
@@ -40,6 +42,7 @@ WORLDS: dict[str, Any] = {
     "calc": calc.Calc,
     "desk": desk.Desk,
     "hop": hop.Hop,
+    "hop_slow": hop_slow.SlowHop,
     "hop_tool": hop.Hop,
     "notes": notes.Notes,
     "qa": qa.Qa,
@@ -133,7 +136,7 @@ def content(family: str, calls: tuple[ScriptedCall, ...]) -> str:
         case "qa":
             return told.removesuffix(" One word.")
     found = [m["content"] for m in calls[-1].messages if m["role"] == "tool"]
-    return "".join([told.removeprefix("Q"), *found])
+    return "".join([told[1:], *found])
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -16,7 +16,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from string import ascii_lowercase, digits
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -59,6 +59,23 @@ class Noise:
 NOISE = Noise()
 
 
+class Chain(Protocol):
+    """What the script needs of a world."""
+
+    @property
+    def chain(self) -> str: ...
+
+    @property
+    def messages(self) -> tuple[Message, ...]: ...
+
+    @property
+    def tools(self) -> tuple[Tool, ...]: ...
+
+    def look_up(self, key: str) -> str: ...
+
+    def answer(self, known: str) -> str: ...
+
+
 @dataclass(frozen=True)
 class Hop:
     """The world of one chain."""
@@ -77,6 +94,10 @@ class Hop:
         """What comes after `key`, ABSENT where nothing does."""
         return dict(zip(self.chain, self.chain[1:], strict=False)).get(key, ABSENT)
 
+    def answer(self, known: str) -> str:
+        """The answer of who takes `known` for the digit."""
+        return f"!{known}"
+
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Raises BadCall unless it is a lookup of a text."""
         if name != "lookup" or not isinstance(arguments.get("key"), str):
@@ -84,7 +105,7 @@ class Hop:
         return self.look_up(arguments["key"])
 
     async def score(self, answer: str) -> float:
-        return float(answer == f"!{self.chain[-1]}")
+        return float(answer == self.answer(self.chain[-1]))
 
 
 def draw(rng: np.random.Generator) -> str:
@@ -108,13 +129,15 @@ def play(rng: np.random.Generator, noise: Noise = NOISE) -> tuple[ScriptedCall, 
     return script(Hop(draw_from("train", draw, rng)), rng, noise)
 
 
-def script(world: Hop, rng: np.random.Generator, noise: Noise) -> tuple[ScriptedCall, ...]:
+def script(
+    world: Chain, rng: np.random.Generator, noise: Noise, turns: int = MAX_TURNS
+) -> tuple[ScriptedCall, ...]:
     """Follows the chain, erring as `noise` says; a lookup that finds nothing is tried again."""
     context = Context().append(*world.messages)
     calls: list[ScriptedCall] = []
     known = world.chain[0]
-    while len(calls) < MAX_TURNS:
-        reply = _reply(known, rng, noise)
+    while len(calls) < turns:
+        reply = _reply(world, known, rng, noise)
         calls.append(ScriptedCall(messages=context.messages, tools=world.tools, reply=reply))
         if "tool_calls" not in reply:
             break
@@ -125,11 +148,11 @@ def script(world: Hop, rng: np.random.Generator, noise: Noise) -> tuple[Scripted
     return tuple(calls)
 
 
-def _reply(known: str, rng: np.random.Generator, noise: Noise) -> Message:
+def _reply(world: Chain, known: str, rng: np.random.Generator, noise: Noise) -> Message:
     """The script's next move, when `known` is the last thing it found."""
     luck = rng.random()
     if known in digits or luck < noise.early:
-        return {"role": "assistant", "content": f"!{known}"}
+        return {"role": "assistant", "content": world.answer(known)}
     lost = luck < noise.early + noise.wrong
     key = ascii_lowercase[rng.integers(len(ascii_lowercase))] if lost else known
     function = {"name": "lookup", "arguments": json.dumps({"key": key})}
