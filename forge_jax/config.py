@@ -205,7 +205,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check(self.steps >= 0, f"steps={self.steps} must be >= 0")
-        check_domains(self.task, self.domains)
+        check_domains(self.task, self.domains, self.sched.shares == "admitted")
         check_filter(self.filter, self.domains)
         check(
             self.sched.shares == "items" or self.domains is not None,

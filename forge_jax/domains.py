@@ -107,8 +107,11 @@ def mixture(task: str | None, domains: Mapping[str, DomainConfig] | None) -> tup
     )
 
 
-def check_domains(task: str | None, domains: Mapping[str, DomainConfig] | None) -> None:
-    """Raises UserError unless there is either a task or a mapping of well-named domains."""
+def check_domains(
+    task: str | None, domains: Mapping[str, DomainConfig] | None, shared: bool
+) -> None:
+    """Raises UserError unless there is either a task or a mapping of well-named domains; where they
+    have a `shared` queue, families of their own and no sizes of their own."""
     if (task is None) == (domains is None):
         said = None if domains is None else list(domains)
         raise UserError(f"task={task} and domains={said}: give one of them")
@@ -120,6 +123,24 @@ def check_domains(task: str | None, domains: Mapping[str, DomainConfig] | None) 
         check(
             bool(fine), f"domains.{name}: a name has letters, digits and _, and is none of {TAKEN}"
         )
+    if shared:
+        _check_shared(domains)
+
+
+def _check_shared(domains: Mapping[str, DomainConfig]) -> None:
+    """Raises UserError where domains could not be told apart in one queue, or want their own."""
+    families = [own.family or name for name, own in domains.items()]
+    check(
+        len(set(families)) == len(families),
+        f"shares=admitted goes with a family for each domain, not {families}",
+    )
+    for name, own in domains.items():
+        for key in ("in_flight", "window", "head_seconds", "requeue"):
+            value = getattr(own, key)
+            check(
+                value is None,
+                f"domains.{name}.{key}={value} goes with a queue of its own, not shares=admitted",
+            )
 
 
 def check_filter(filters: FilterConfig, domains: Mapping[str, DomainConfig] | None) -> None:

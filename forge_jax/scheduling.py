@@ -11,7 +11,7 @@ from forge_jax.loading import check
 
 POLICIES = ("window", "fifo", "greedy", "greedy_drop", "versions", "stream")
 NEEDS = {"greedy_drop": "drop_updates", "versions": "versions", "stream": "buffer"}
-SHARES = ("items", "tokens")
+SHARES = ("items", "tokens", "admitted")
 Window = int | float | str | None
 
 
@@ -44,7 +44,8 @@ class SchedConfig:
     batch: int = 8  # P: groups consumed a step
     updates: int = 1  # minibatches of whole groups that a batch is cut into, an update each
     epochs: int = 1  # passes over them
-    shares: str = "items"  # what shares of domains are of: items, or sampled tokens
+    shares: str = "items"  # what shares of domains are of: trained items, their sampled tokens,
+    # or what is admitted to one queue that all domains share
     in_flight: int | None = None  # N: groups in flight or finished but unconsumed; see `places`
     policy: str = "window"  # which finished group is next, and which is given up
     window: Window = "auto"  # W: how far past the head may be consumed: a number, a share of N,
@@ -134,8 +135,8 @@ class SchedConfig:
             "no window, not even 0, keeps it",
         )
         check(
-            self.shares == "items",
-            f"{name}={lag} goes with shares=items: with {self.shares} an update may lack a domain",
+            self.shares != "tokens",
+            f"{name}={lag} goes without shares={self.shares}, where an update may lack a domain",
         )
 
     def _check_group(self) -> None:

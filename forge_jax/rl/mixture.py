@@ -9,9 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forge_jax.agents.curriculum import DomainTasks
+from forge_jax.agents.curriculum import DomainTasks, Source
 from forge_jax.agents.families import agent_of
 from forge_jax.agents.protocol import Agent
+from forge_jax.agents.shared_tasks import SharedTasks
 from forge_jax.config import Domain, SchedConfig, TrainConfig, UserError
 from forge_jax.models.chat import Chat
 from forge_jax.rl.collect import Collector, Taken
@@ -25,18 +26,16 @@ from forge_jax.types import Episode, Sample, Task
 
 
 def lanes_of(cfg: TrainConfig) -> Lanes:
-    """The empty queues of a run, one for each domain.
+    """The empty queues of a run: one for each domain, or one for all.
 
     Raises UserError where a domain's share of a batch is less than an item, or its sizes do not go
     together.
     """
     sched = cfg.sched
-    lanes = []
-    for domain in cfg.mixture:
-        own = lane_sched(domain, cfg)
-        policy, deadline = new_policy(own), new_deadline(own)
-        named = LaneConfig(name=domain.name, policy=policy, share=domain.share, deadline=deadline)
-        lanes.append(named)
+    lanes = [
+        LaneConfig(name=name, policy=new_policy(own), share=share, deadline=new_deadline(own))
+        for name, share, own in lane_scheds(cfg)
+    ]
     return Lanes(
         lanes,
         batch=sched.batch,
@@ -48,8 +47,8 @@ def lanes_of(cfg: TrainConfig) -> Lanes:
 
 def tunings_of(cfg: TrainConfig, lanes: Lanes) -> list[Tuning]:
     """What changes the windows of the lanes while the run goes on, one for each; empty: nothing."""
-    pairs = zip(cfg.mixture, lanes.queues, strict=True)
-    found = [new_tuning(lane_sched(domain, cfg), queue) for domain, queue in pairs]
+    pairs = zip(lane_scheds(cfg), lanes.queues, strict=True)
+    found = [new_tuning(sched, queue) for (_, _, sched), queue in pairs]
     return [tuning for tuning in found if tuning is not None]
 
 
@@ -60,6 +59,18 @@ def lag_bound(cfg: TrainConfig) -> int | None:
     if cfg.sched.tune is None:
         return lanes.lag_bound
     return max(cfg.sched.tune.lag_updates * queue.batch for queue in lanes.queues) - 1
+
+
+def shared(cfg: TrainConfig) -> bool:
+    """Whether all domains have one queue."""
+    return cfg.sched.shares == "admitted"
+
+
+def lane_scheds(cfg: TrainConfig) -> list[tuple[str, float, SchedConfig]]:
+    """Of every lane its name, its share and its sizes."""
+    if shared(cfg):
+        return [("all", 1.0, cfg.sched)]
+    return [(domain.name, domain.share, lane_sched(domain, cfg)) for domain in cfg.mixture]
 
 
 def lane_sched(domain: Domain, cfg: TrainConfig) -> SchedConfig:
@@ -92,14 +103,18 @@ def lane_sched(domain: Domain, cfg: TrainConfig) -> SchedConfig:
         raise UserError(f"domain {domain.name}: {error}") from error
 
 
-def sources_of(cfg: TrainConfig) -> list[DomainTasks]:
-    """The tasks of every domain. Raises UserError on an unknown family."""
-    return [
+def sources_of(cfg: TrainConfig) -> list[Source]:
+    """The tasks of every lane. Raises UserError on an unknown family."""
+    each = [
         DomainTasks(
             domain.family, cfg.seed, domain.own.tasks, domain.own.curriculum, cfg.filter.solved
         )
         for domain in cfg.mixture
     ]
+    if shared(cfg):
+        parts = {domain.family: own for domain, own in zip(cfg.mixture, each, strict=True)}
+        return [SharedTasks(parts, [domain.share for domain in cfg.mixture])]
+    return [*each]
 
 
 def agents_of(cfg: TrainConfig) -> Mapping[str, Agent]:
@@ -150,8 +165,9 @@ def domain_row(cfg: TrainConfig, taken: Sequence[Taken], collector: Collector) -
         row["items_constant"] = sum(item.again for item in taken)
     if cfg.domains is None:
         return row
-    for name, source in zip(collector.lanes.names, collector.sources, strict=True):
-        own = [item for item in taken if item.domain == name]
+    sources = collector.sources
+    for at, domain in enumerate(cfg.mixture):
+        name, own = domain.name, [item for item in taken if _is_of(item, domain, cfg)]
         episodes = [e for item in own for e in item.episodes]
         lags = [item.lag for item in own]
         ends = [max([t.start + t.seconds for t in e.turns], default=0.0) for e in episodes]
@@ -165,9 +181,17 @@ def domain_row(cfg: TrainConfig, taken: Sequence[Taken], collector: Collector) -
         }
         if cfg.filter.constant:
             values["items_constant"] = sum(item.again for item in own)
-        values |= {"tasks_" + measure: value for measure, value in source.report().items()}
+        if not shared(cfg):
+            values |= {"tasks_" + told: value for told, value in sources[at].report().items()}
         row |= {f"{key}_{name}": value for key, value in values.items()}
-    return row | shares_row(collector.lanes)
+    return row | (sources[0].report() if shared(cfg) else shares_row(collector.lanes))
+
+
+def _is_of(item: Taken, domain: Domain, cfg: TrainConfig) -> bool:
+    """Whether an item is of `domain`; in a shared queue only its tasks tell."""
+    if not shared(cfg):
+        return item.domain == domain.name
+    return any(episode.task.family == domain.family for episode in item.episodes)
 
 
 def shares_row(lanes: Lanes) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from forge_jax.config import TrainConfig
 from forge_jax.rl.evaluate import Evaluation
 from forge_jax.rl.measure import Totals, mean
-from forge_jax.rl.mixture import lag_bound, shares_row
+from forge_jax.rl.mixture import lag_bound, shared, shares_row
 from forge_jax.sched.lanes import Lanes
 
 
@@ -49,4 +49,4 @@ def domain_summary(
         found[f"eval_before_{name}"] = totals.evals_before.get(name)
         found[f"eval_after_{name}"] = evaluation.success
         found[f"eval_after_ci_{name}"] = evaluation.success_ci
-    return found | shares_row(lanes)
+    return found if shared(cfg) else found | shares_row(lanes)
