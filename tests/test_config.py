@@ -104,7 +104,7 @@ def test_shares_of_domains_are_parts_of_the_whole() -> None:
         ({"sched": {"shares": "tokens"}}, "sched.shares=tokens goes with domains: task=hop is al"),
         (
             {**MIXED, "sched": {"shares": "tokens", "lag_updates": 3}},
-            "lag_updates=3 goes with shares=items",
+            "lag_updates=3 goes without shares=tokens",
         ),
         ({"filter": {"constant": True}}, "filter: constant=True and tries=None go together"),
         ({"filter": {"solved": 0.9}}, "filter.solved=0.9 needs tasks=N of a domain"),
