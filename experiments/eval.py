@@ -22,6 +22,7 @@ from forge_jax.agents.families import agent_of
 from forge_jax.agents.protocol import Agent
 from forge_jax.config import (
     BudgetConfig,
+    ContextConfig,
     EvalConfig,
     MeshConfig,
     ProgramConfig,
@@ -52,6 +53,7 @@ class Config:
     episode_seconds: float = 60.0
     agent: ProgramConfig | None = None  # null: the task family's own
     tools: ToolsConfig | None = None  # MCP servers of a white-box agent in its place
+    context: ContextConfig | None = None  # of a white-box agent; null: as the family has it
     url: str | None = None  # OpenAI-compatible endpoint, ending in /v1
     budget: BudgetConfig = field(default_factory=BudgetConfig)  # of an episode
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -84,7 +86,7 @@ class Config:
 @command("eval", plain=("model", "task"))
 def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
     cfg = load(Config, mapping)
-    agent = agent_of(cfg.task, cfg.agent, cfg.tools)
+    agent = agent_of(cfg.task, cfg.agent, cfg.tools, cfg.context)
     try:
         found = asyncio.run(at_url(cfg, agent) if cfg.url else here(cfg, agent))
     except NothingPlayed as error:

@@ -16,6 +16,7 @@ from forge_jax.drawing import COLDEST, HOTTEST
 from forge_jax.loading import UserError as UserError
 from forge_jax.loading import check as check
 from forge_jax.loading import load as load
+from forge_jax.managing import ContextConfig as ContextConfig
 from forge_jax.objective import RATIO_CAP, check_cap
 from forge_jax.objective import LossConfig as LossConfig
 from forge_jax.parts import ADAPTABLE as ADAPTABLE
@@ -183,6 +184,7 @@ class TrainConfig:
     pool: str | None = None  # where finished groups are kept; null: in the run's folder
     agent: ProgramConfig | None = None  # that is trained; null: the task family's own
     tools: ToolsConfig | None = None  # MCP servers of a white-box agent in its place
+    context: ContextConfig | None = None  # of a white-box agent; null: as the family has it
     engine: str = "real"  # what samples: real, our own | vllm | sglang, elsewhere
     engine_url: str | None = None  # of an engine elsewhere
     external: ExternalConfig = field(default_factory=ExternalConfig)

@@ -1,5 +1,6 @@
 """The task families by name."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
@@ -7,7 +8,8 @@ from typing import Protocol
 import numpy as np
 
 from forge_jax.agents.black_box import black_box
-from forge_jax.agents.mcp import mcp_agent
+from forge_jax.agents.manager import Manager
+from forge_jax.agents.mcp import McpAgent, mcp_agent
 from forge_jax.agents.protocol import Agent, ScriptedCall, Workspace
 from forge_jax.agents.tasks import (
     calc,
@@ -20,7 +22,8 @@ from forge_jax.agents.tasks import (
     qa,
     reasoning,
 )
-from forge_jax.config import UserError
+from forge_jax.agents.white_box import ToolLoop
+from forge_jax.config import ContextConfig, UserError
 from forge_jax.programs import ProgramConfig
 from forge_jax.tool_servers import ToolsConfig
 from forge_jax.types import Task
@@ -102,14 +105,27 @@ def script_of(name: str) -> Script:
 
 
 def agent_of(
-    name: str, program: ProgramConfig | None = None, tools: ToolsConfig | None = None
+    name: str,
+    program: ProgramConfig | None = None,
+    tools: ToolsConfig | None = None,
+    context: ContextConfig | None = None,
 ) -> Agent:
     """An agent for tasks of the family called `name`: its own, a program, or a white-box agent
-    with the tools of MCP servers.
+    with the tools of MCP servers. With a `context` its context is managed so.
 
-    Raises UserError as `family_of`, where the others cannot work at its tasks, or where this one
-    cannot run here.
+    Raises UserError as `family_of`, where the others cannot work at its tasks, where this one
+    cannot run here, or where its context is its own.
     """
+    agent = _agent_of(name, program, tools)
+    if context is None:
+        return agent
+    if not isinstance(agent, ToolLoop | McpAgent):
+        whose = "a program" if program is not None else f"the agent of task={name!r}"
+        raise UserError(f"context.policy={context.policy}: {whose} manages its context itself")
+    return dataclasses.replace(agent, manager=Manager(cfg=context))
+
+
+def _agent_of(name: str, program: ProgramConfig | None, tools: ToolsConfig | None) -> Agent:
     family = family_of(name)
     if program is None and tools is None:
         return family.agent()

@@ -30,6 +30,7 @@ from openai import AsyncOpenAI
 
 from forge_jax.agents import black_box_folder as folders
 from forge_jax.agents.faults import BadCall, EnvironmentFault, environment
+from forge_jax.agents.manager import Manager
 from forge_jax.agents.protocol import Environment, Message, Tool, Workspace
 from forge_jax.agents.verifiers import Verifiers
 from forge_jax.agents.white_box import ToolLoop
@@ -114,6 +115,7 @@ class McpAgent:
     cfg: ToolsConfig
     start: Callable[[Task], Workspace]
     verifiers: Verifiers = field(default_factory=Verifiers)
+    manager: Manager = field(default_factory=Manager)  # of the context
 
     async def run(self, task: Task, client: AsyncOpenAI, model: str) -> Outcome:
         with folders.episode_folder() as folder:
@@ -131,7 +133,10 @@ class McpAgent:
 
     def _loop(self, world: Environment) -> ToolLoop:
         return ToolLoop(
-            start=lambda _: world, max_turns=self.cfg.max_turns, max_tokens=self.cfg.max_tokens
+            start=lambda _: world,
+            max_turns=self.cfg.max_turns,
+            max_tokens=self.cfg.max_tokens,
+            manager=self.manager,
         )
 
     def _fill(self, workspace: Workspace, workdir: Path) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -19,26 +19,11 @@ from openai.types.chat.chat_completion import Choice
 from forge_jax.agents.context import Context
 from forge_jax.agents.faults import BadCall, environment
 from forge_jax.agents.limits import LIMITS, limited
+from forge_jax.agents.manager import Manager, Meter
+from forge_jax.agents.own_tools import Choices, OwnTool, offered
 from forge_jax.agents.protocol import Environment, Message, Tool, WindowedEnvironment
-from forge_jax.types import Outcome, Status, Task
-
-
-@dataclass
-class Tally:
-    """What happened in one episode so far; the `metrics` of its outcome."""
-
-    turns: int = 0  # replies of the model
-    completion_tokens: int = 0  # of those, as the server counts them
-    tool_calls: int = 0
-    malformed_calls: int = 0  # of those, the ones no tool could take
-    tool_seconds: float = 0.0  # of every call by itself
-    tool_path_seconds: float = 0.0  # in which at least one ran
-    wipes: int = 0  # of the context
-    unfinished: int = 0  # 1: the last reply was cut off at its limit
-
-    def outcome(self, reward: float) -> Outcome:
-        metrics = {name: float(value) for name, value in vars(self).items()}
-        return Outcome(status=Status.COMPLETED, reward=reward, metrics=metrics)
+from forge_jax.agents.tally import Tally
+from forge_jax.types import Outcome, Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,21 +31,33 @@ class ToolLoop:
     """Lets the model call tools until it replies without a call; that reply is its answer.
 
     Reward 0 if it has not answered after `max_turns` replies, or does not end a reply
-    within `max_tokens`.
+    within `max_tokens`, or its context goes beyond the budget that `manager` has.
     """
 
     start: Callable[[Task], Environment]
-    max_turns: int
+    max_turns: int  # texts that the manager asks for are not counted
     max_tokens: int
+    manager: Manager = field(default_factory=Manager)  # of the context
 
     async def run(self, task: Task, client: AsyncOpenAI, model: str) -> Outcome:
         with environment("reset"):
             world = self.start(task)
-            context = Context().append(*world.messages)
-            tools = world.tools
-        tally = Tally()
-        while tally.turns < self.max_turns:
-            choice = await ask(client, model, context, tools, self.max_tokens, tally)
+        return await self.work(world, client, model)
+
+    async def work(
+        self, world: Environment, client: AsyncOpenAI, model: str, own: Sequence[OwnTool] = ()
+    ) -> Outcome:
+        """The outcome in a world; `own` are offered beside the tools of the world."""
+        tally, choices = Tally(), Choices(self.manager)
+        own = (*own, *choices.tools)
+        with environment("reset"):
+            context = Context.begun(world.messages)
+            tools = offered(world.tools, own)
+        line = Line(client=client, model=model, tools=tools, manager=self.manager, tally=tally)
+        while tally.turns - tally.written < self.max_turns:
+            choice = await line.ask(context, self.max_tokens)
+            if choice is None:
+                break
             if choice.finish_reason == "length":
                 tally.unfinished = 1
                 break
@@ -69,9 +66,47 @@ class ToolLoop:
                     return tally.outcome(await world.score(choice.message.content or ""))
             reply = choice.message.model_dump(exclude_none=True)
             context = context.append(reply)
-            results = await use_tools(world, reply["tool_calls"], tally)
-            context = context.append(*results)
+            results = await use_tools(world, reply["tool_calls"], tally, own)
+            context = choices.applied(context.append(*results), tally)
+            context = await line.managed(context, self.max_tokens)
         return tally.outcome(0.0)
+
+
+@dataclass
+class Line:
+    """Calls of one conversation: asks the model, and keeps the context small between its turns."""
+
+    client: AsyncOpenAI
+    model: str
+    tools: tuple[Tool, ...]
+    manager: Manager
+    tally: Tally
+    meter: Meter = field(default_factory=Meter)
+
+    async def ask(self, context: Context, max_tokens: int) -> Choice | None:
+        """A reply; None where the context is beyond the budget, and nothing is asked."""
+        if self.manager.overflows(context, self.meter):
+            self.tally.overflowed = 1
+            return None
+        completion = await ask(self.client, self.model, context, self.tools, max_tokens, self.tally)
+        if completion.usage is not None:
+            self.meter = self.meter.counted(context, completion.usage.prompt_tokens)
+        return completion.choices[0]
+
+    async def managed(self, context: Context, max_tokens: int) -> Context:
+        """The context of the next call. A text for it that does not end is taken as it is."""
+        if self.manager.due(context, self.meter):
+            text, request = "", self.manager.request(context)
+            if request is not None:
+                limit = self.manager.cfg.max_tokens or max_tokens
+                choice = await self.ask(request, limit)
+                if choice is None:
+                    return request  # beyond the budget, as the next call will find
+                self.tally.written += 1
+                text = choice.message.content or ""
+            self.tally.shortened += 1
+            context = self.manager.applied(context, text)
+        return context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +128,8 @@ class WindowLoop:
         for window in range(last + 1):
             with environment(f"window {window}"):
                 context = context.append(*world.observe(window, context.note))
-            choice = await ask(client, model, context, (), self.max_tokens, tally)
+            completion = await ask(client, model, context, (), self.max_tokens, tally)
+            choice = completion.choices[0]
             if choice.finish_reason == "length":
                 tally.unfinished = 1
                 break
@@ -114,7 +150,7 @@ async def ask(
     tools: Iterable[Tool],
     max_tokens: int,
     tally: Tally,
-) -> Choice:
+) -> ChatCompletion:
     """One call of the model, counted in `tally`.
 
     Temperature and seed are the server's: it knows the session.
@@ -132,15 +168,18 @@ async def ask(
     completion = await client.post("/chat/completions", body=body, cast_to=ChatCompletion)
     tally.turns += 1
     tally.completion_tokens += completion.usage.completion_tokens if completion.usage else 0
-    return completion.choices[0]
+    return completion
 
 
 async def use_tools(
-    world: Environment, calls: Sequence[dict[str, Any]], tally: Tally
+    world: Environment,
+    calls: Sequence[dict[str, Any]],
+    tally: Tally,
+    own: Sequence[OwnTool] = (),
 ) -> list[Message]:
     """What answers the calls of one reply, in their order; they run at once."""
     began = time.perf_counter()
-    running = [asyncio.ensure_future(use_tool(world, call, tally)) for call in calls]
+    running = [asyncio.ensure_future(use_tool(world, call, tally, own)) for call in calls]
     try:
         results = await asyncio.gather(*running)
     finally:  # where one raised, none of the others goes on
@@ -150,12 +189,17 @@ async def use_tools(
     return [tool_message(call["id"], text) for call, text in zip(calls, results, strict=True)]
 
 
-async def use_tool(world: Environment, call: dict[str, Any], tally: Tally) -> str:
+async def use_tool(
+    world: Environment, call: dict[str, Any], tally: Tally, own: Sequence[OwnTool]
+) -> str:
     """The result of a call in a reply, or what was wrong with it."""
     tally.tool_calls += 1
     began = time.perf_counter()
     try:
         name, arguments = parsed(call)
+        for one in own:
+            if one.name == name:
+                return await one.call(arguments)
         async with limited(f"tool {name}", LIMITS.get().tool):
             return await world.call(name, arguments)
     except BadCall as error:

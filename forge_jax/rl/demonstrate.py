@@ -78,7 +78,7 @@ async def played(
     )
     async with gateway.running() as url, shared_client(url) as client:
         player = Player(
-            agent=agent_of(family, cfg.agent),
+            agent=agent_of(family, cfg.agent, context=cfg.context),
             gateway=gateway,
             url=url,
             client=client,

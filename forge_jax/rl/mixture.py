@@ -120,7 +120,7 @@ def sources_of(cfg: TrainConfig) -> list[Source]:
 def agents_of(cfg: TrainConfig) -> Mapping[str, Agent]:
     """An agent for the tasks of every family. Raises UserError as `agent_of`."""
     families = dict.fromkeys(domain.family for domain in cfg.mixture)
-    return {family: agent_of(family, cfg.agent, cfg.tools) for family in families}
+    return {family: agent_of(family, cfg.agent, cfg.tools, cfg.context) for family in families}
 
 
 def evaluated(cfg: TrainConfig) -> list[Task]:
