@@ -30,7 +30,7 @@ class Context:
     """
 
     messages: tuple[Message, ...] = ()
-    note: str = ""  # told behind the pinned messages once something was dropped
+    note: str = ""  # told behind the pinned messages from when something is dropped
     pinned: int = 0  # messages at the start that stay
     since: int = 0  # replies since the last operation but append
     operations: tuple[Operation, ...] = ()  # from the empty context to this one, in order
@@ -55,13 +55,12 @@ class Context:
         return replace(self._after("wipe", ()), note=note, pinned=0)
 
     def drop_oldest(self, keep: int) -> "Context":
-        """The context without all but the `keep` newest rounds."""
-        starts = [i for i, message in enumerate(self.messages) if _is_reply(message)]
-        starts = [i for i in starts if i >= self.pinned]
-        if keep >= len(starts):
-            return self._after("drop_oldest", self.messages)
-        kept = self.messages[starts[-keep] :] if keep else ()
-        return self._after("drop_oldest", (*self._head, *kept))
+        """The context without all but the `keep` newest rounds, behind the note."""
+        starts = [
+            i for i, message in enumerate(self.messages) if i >= self.pinned and _is_reply(message)
+        ]
+        kept = [len(self.messages), *reversed(starts)][min(keep, len(starts))]
+        return self._after("drop_oldest", (*self._head, *self.messages[kept:]))
 
     def drop_tool_results(self, keep: int) -> "Context":
         """The context with DROPPED in place of all but the `keep` newest results of tools."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
@@ -18,9 +19,11 @@ from forge_jax.agents.tasks import (
     hop_files,
     hop_slow,
     hop_tool,
+    maze,
     notes,
     qa,
     reasoning,
+    wiki,
 )
 from forge_jax.agents.white_box import ToolLoop
 from forge_jax.config import ContextConfig, UserError
@@ -51,9 +54,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "hop": hop,
         "hop_slow": hop_slow,
         "hop_tool": hop_tool,
+        "maze": maze,
         "notes": notes,
         "qa": qa,
         "reasoning": reasoning.Reasoning(),
+        "wiki": wiki,
     }
 )
 
@@ -70,9 +75,32 @@ def family_of(name: str) -> Family:
     return FAMILIES[name]
 
 
+Play = Callable[[np.random.Generator], tuple[ScriptedCall, ...]]
+# Of the families whose script can manage its context in any way.
+MANAGED: Mapping[str, Callable[..., tuple[ScriptedCall, ...]]] = MappingProxyType(
+    {"maze": maze.play, "wiki": wiki.play}
+)
+
+
+def play_of(name: str, context: ContextConfig | None = None) -> Play:
+    """Scripted play of the family called `name`, where it can with its context managed so.
+
+    Raises UserError as `family_of`.
+    """
+    if context is not None and name in MANAGED:
+        return partial(MANAGED[name], context=context)
+    return family_of(name).play
+
+
 # Of the families that have more than one level of difficulty.
 LEVELS: Mapping[str, int] = MappingProxyType(
-    {"calc": len(calc.LEVELS), "desk": len(desk.LEVELS), "qa": len(qa.LEVELS)}
+    {
+        "calc": len(calc.LEVELS),
+        "desk": len(desk.LEVELS),
+        "maze": len(maze.LEVELS),
+        "qa": len(qa.LEVELS),
+        "wiki": len(wiki.LEVELS),
+    }
 )
 
 

@@ -153,7 +153,7 @@ def imitated_play(cfg: TrainConfig, chat: Chat, step: int) -> list[Sample]:
         before += share
         episodes = round(before * cfg.warm.batch) - given
         given += episodes
-        samples += scripted_samples(family, chat, episodes, cfg.seed, step)
+        samples += scripted_samples(family, chat, episodes, cfg.seed, step, cfg.context)
     return samples
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from forge_jax.agents.families import family_of
-from forge_jax.config import ProtectConfig, TrainConfig
+from forge_jax.agents.families import play_of
+from forge_jax.config import ContextConfig, ProtectConfig, TrainConfig
 from forge_jax.models.chat import Chat
 from forge_jax.rl.guard import Guard
 from forge_jax.rl.parallel import update
@@ -50,10 +50,17 @@ def warm_start(
     return state
 
 
-def scripted_samples(family: str, chat: Chat, episodes: int, seed: int, step: int) -> list[Sample]:
+def scripted_samples(
+    family: str,
+    chat: Chat,
+    episodes: int,
+    seed: int,
+    step: int,
+    context: ContextConfig | None = None,
+) -> list[Sample]:
     """The samples of `episodes` scripted episodes; the same for the same arguments."""
     rng = np.random.default_rng([seed, step])
-    play = family_of(family).play
+    play = play_of(family, context)
     return [
         reply_sample(chat, call.messages, call.tools, call.reply)
         for _ in range(episodes)

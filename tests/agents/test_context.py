@@ -80,6 +80,7 @@ def test_the_oldest_rounds_go_and_the_note_takes_their_place() -> None:
     assert full.drop_oldest(3).messages == full.messages
     noted = full.take_note("noted")
     assert noted.messages == full.messages
+    assert texts(noted.drop_oldest(9))[:3] == ["the task", "noted", "look"]
     assert texts(noted.drop_oldest(0)) == ["the task", "noted"]
     again = rounds(noted.drop_oldest(1).take_note("more"), 1).drop_oldest(1)
     assert texts(again) == ["the task", "more", "look", "result 0"]
