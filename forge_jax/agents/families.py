@@ -24,7 +24,9 @@ from forge_jax.agents.tasks import (
     qa,
     reasoning,
     wiki,
+    wiki_team,
 )
+from forge_jax.agents.team import Team
 from forge_jax.agents.white_box import ToolLoop
 from forge_jax.config import ContextConfig, UserError
 from forge_jax.programs import ProgramConfig
@@ -59,6 +61,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qa": qa,
         "reasoning": reasoning.Reasoning(),
         "wiki": wiki,
+        "wiki_team": wiki_team,
     }
 )
 
@@ -100,6 +103,7 @@ LEVELS: Mapping[str, int] = MappingProxyType(
         "maze": len(maze.LEVELS),
         "qa": len(qa.LEVELS),
         "wiki": len(wiki.LEVELS),
+        "wiki_team": len(wiki.LEVELS),
     }
 )
 
@@ -147,7 +151,7 @@ def agent_of(
     agent = _agent_of(name, program, tools)
     if context is None:
         return agent
-    if not isinstance(agent, ToolLoop | McpAgent):
+    if not isinstance(agent, ToolLoop | McpAgent | Team):
         whose = "a program" if program is not None else f"the agent of task={name!r}"
         raise UserError(f"context.policy={context.policy}: {whose} manages its context itself")
     return dataclasses.replace(agent, manager=Manager(cfg=context))

@@ -16,7 +16,7 @@ class Tally:
     completion_tokens: int = 0  # of those, as the server counts them
     tool_calls: int = 0
     malformed_calls: int = 0  # of those, the ones no tool could take
-    tool_seconds: float = 0.0  # of every call by itself
+    tool_seconds: float = 0.0  # of every call of the world by itself
     tool_path_seconds: float = 0.0  # in which at least one ran
     wipes: int = 0  # of the context
     shortened: int = 0  # times that something else was done to the context

@@ -178,35 +178,36 @@ async def use_tools(
     own: Sequence[OwnTool] = (),
 ) -> list[Message]:
     """What answers the calls of one reply, in their order; they run at once."""
-    began = time.perf_counter()
     running = [asyncio.ensure_future(use_tool(world, call, tally, own)) for call in calls]
     try:
         results = await asyncio.gather(*running)
     finally:  # where one raised, none of the others goes on
         for one in running:
             one.cancel()
-        tally.tool_path_seconds += time.perf_counter() - began
-    return [tool_message(call["id"], text) for call, text in zip(calls, results, strict=True)]
+    tally.tool_path_seconds += max(seconds for _, seconds in results)
+    texts = [text for text, _ in results]
+    return [tool_message(call["id"], text) for call, text in zip(calls, texts, strict=True)]
 
 
 async def use_tool(
     world: Environment, call: dict[str, Any], tally: Tally, own: Sequence[OwnTool]
-) -> str:
-    """The result of a call in a reply, or what was wrong with it."""
+) -> tuple[str, float]:
+    """The result of a call in a reply, or what was wrong with it; how long the world took."""
     tally.tool_calls += 1
     began = time.perf_counter()
     try:
         name, arguments = parsed(call)
         for one in own:
             if one.name == name:
-                return await one.call(arguments)
+                return await one.call(arguments), 0.0
         async with limited(f"tool {name}", LIMITS.get().tool):
-            return await world.call(name, arguments)
+            result = await world.call(name, arguments)
     except BadCall as error:
         tally.malformed_calls += 1
-        return str(error)
-    finally:
-        tally.tool_seconds += time.perf_counter() - began
+        result = str(error)
+    seconds = time.perf_counter() - began
+    tally.tool_seconds += seconds
+    return result, seconds
 
 
 def parsed(call: dict[str, Any]) -> tuple[str, dict[str, Any]]:
