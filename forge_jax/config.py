@@ -217,6 +217,10 @@ class TrainConfig:
             self.warm.demonstrations is None or self.task is not None,
             f"warm.demonstrations={self.warm.demonstrations} goes with task, not with domains",
         )
+        check(
+            self.context is None or self.task is not None,
+            "context goes with task, not with domains, whose families manage theirs",
+        )
         check(self.seed >= 0, f"seed={self.seed} must be >= 0")
         check(self.dtype in DTYPES, f"dtype={self.dtype!r} must be one of {DTYPES}")
         check(self.remat in REMAT, f"remat={self.remat!r} must be one of {REMAT}")

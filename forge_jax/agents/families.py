@@ -88,10 +88,16 @@ MANAGED: Mapping[str, Callable[..., tuple[ScriptedCall, ...]]] = MappingProxyTyp
 def play_of(name: str, context: ContextConfig | None = None) -> Play:
     """Scripted play of the family called `name`, where it can with its context managed so.
 
-    Raises UserError as `family_of`.
+    Raises UserError as `family_of`, and where its script does not call what the model is to call.
     """
     if context is not None and name in MANAGED:
         return partial(MANAGED[name], context=context)
+    if context is not None and context.policy == "tool":
+        known = ", ".join(MANAGED)
+        raise UserError(
+            f"context.policy=tool: the script of task={name!r} does not call "
+            f"{context.operation}, only those of {known} do; warm.steps=0 imitates none"
+        )
     return family_of(name).play
 
 

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 from openai import AsyncOpenAI
 
 from forge_jax.agents.context import Context
-from forge_jax.agents.families import agent_of
+from forge_jax.agents.families import agent_of, play_of
 from forge_jax.agents.faults import BadCall
 from forge_jax.agents.manager import Manager, Meter
 from forge_jax.agents.protocol import Message, ScriptedCall, Tool
@@ -20,10 +21,9 @@ from forge_jax.gateway.gateway import Gateway
 from forge_jax.models.chat import Chat, built_in
 from forge_jax.models.tokenizer import ByteTokenizer
 from forge_jax.rl.credit import group_samples
+from forge_jax.rl.demonstrate import Prompter
 from forge_jax.rl.play import Player
 from forge_jax.rl.warm import written
-from forge_jax.rollout.script import Rule, When
-from forge_jax.rollout.scripted import ScriptedEngine
 from forge_jax.types import Branch, Episode, Task
 
 CHAT = Chat(tokenizer=ByteTokenizer(), format=built_in("lookup"))
@@ -78,23 +78,24 @@ class Guide:
         return f"dust in {self.seen} rooms"
 
 
-def episodes(cfg: ContextConfig, calls: tuple[ScriptedCall, ...]) -> list[Episode]:
+def episodes(cfg: ContextConfig, calls: tuple[ScriptedCall, ...]) -> tuple[Episode, ...]:
     """One in which the model says what the script does, one that it gives up."""
-    texts = [written(CHAT, c.messages, c.tools, c.reply)[1] for c in calls]
-    rules = [Rule(when=When(call=i), text=text) for i, text in enumerate(texts)]
     agent = ToolLoop(start=lambda _: Rooms(), max_turns=12, max_tokens=64, manager=Manager(cfg=cfg))
+    given_up = ScriptedCall(messages=Rooms.messages, tools=Rooms.tools, reply=saying("none"))
 
-    async def played(engine: ScriptedEngine) -> Episode:
-        gateway = Gateway(engine, CHAT, "m", "admin")
+    async def played() -> tuple[Episode, ...]:
+        prompter = Prompter(CHAT)
+        gateway = Gateway(prompter, CHAT, "m", "admin")
         async with gateway.running() as url, AsyncOpenAI(base_url=url, api_key="none") as client:
             player = Player(
                 agent=agent, gateway=gateway, url=url, client=client, model="m",
                 purpose="train", seed=0, temperature=1.0, seconds=20.0,
             )  # fmt: skip
-            return await player.episode(0, 0, Task(family="hop", seed=0))
+            prompter.learn(player.name(0, 0), calls)
+            prompter.learn(player.name(0, 1), [given_up])
+            return await player.group(0, Task(family="hop", seed=0), 2)
 
-    engines = [ScriptedEngine(r, CHAT.tokenizer) for r in (rules, [Rule(text="none\n")])]
-    return [asyncio.run(played(engine)) for engine in engines]
+    return asyncio.run(played())
 
 
 def script(cfg: ContextConfig, own: str = "") -> tuple[ScriptedCall, ...]:
@@ -104,7 +105,7 @@ def script(cfg: ContextConfig, own: str = "") -> tuple[ScriptedCall, ...]:
 MANAGED: dict[str, tuple[ContextConfig, Branch, int]] = {
     # how, why the call behind it is a fork, texts that were asked for
     "drop_oldest": (
-        ContextConfig(policy="fixed", every=3, operation="drop_oldest", keep=1),
+        ContextConfig(policy="fixed", every=3, operation="drop_oldest", keep=2),
         Branch.TRUNCATED, 0,
     ),
     "drop_tool_results": (
@@ -211,6 +212,16 @@ def test_who_manages_a_context_of_its_own_is_not_managed() -> None:
         agent_of("notes", context=cfg)
     with pytest.raises(UserError, match="program"):
         agent_of("hop", ProgramConfig(command=("true", "{prompt}")), context=cfg)
+
+
+def test_a_script_is_only_imitated_where_it_calls_what_is_offered() -> None:
+    cfg = ContextConfig(policy="tool", operation="fold")
+    for name in ("wiki", "maze"):
+        (first, *_) = play_of(name, cfg)(np.random.default_rng(0))
+        assert "fold" in [tool["function"]["name"] for tool in first.tools]
+    with pytest.raises(UserError, match=r"warm\.steps"):
+        play_of("hop", cfg)
+    play_of("hop", ContextConfig(policy="fixed", every=2, operation="fold"))
 
 
 def test_an_operation_that_is_called_wrongly_is_a_bad_call() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,16 +11,15 @@ from openai import AsyncOpenAI
 
 from forge_jax.agents.faults import BadCall
 from forge_jax.agents.protocol import ScriptedCall
+from forge_jax.agents.scripting import saying
 from forge_jax.agents.tasks import wiki, wiki_team
 from forge_jax.agents.team import DELEGATE, PLANNER, WORKER, handed
 from forge_jax.gateway.gateway import Gateway
 from forge_jax.models.chat import Chat, built_in
 from forge_jax.models.tokenizer import ByteTokenizer
 from forge_jax.rl.credit import credited
+from forge_jax.rl.demonstrate import Prompter
 from forge_jax.rl.play import Player
-from forge_jax.rl.warm import written
-from forge_jax.rollout.script import Rule, When
-from forge_jax.rollout.scripted import ScriptedEngine
 from forge_jax.types import Branch, Episode, Task
 
 CHAT = Chat(tokenizer=ByteTokenizer(), format=built_in("lookup"))
@@ -31,33 +31,33 @@ def scripted(shy: float = 0.0) -> tuple[ScriptedCall, ...]:
     return wiki_team.script(WORLD, np.random.default_rng(0), wiki.Noise(shy=shy))
 
 
-def played(said: Sequence[str]) -> Episode:
-    """An episode in which the model says this."""
-    rules = [Rule(when=When(call=i), text=text) for i, text in enumerate(said)]
+def played(*said: Sequence[ScriptedCall]) -> tuple[Episode, ...]:
+    """A group of episodes, in each of which the model says what these calls do."""
 
-    async def run() -> Episode:
-        gateway = Gateway(ScriptedEngine(rules, CHAT.tokenizer), CHAT, "m", "admin")
+    async def run() -> tuple[Episode, ...]:
+        prompter = Prompter(CHAT)
+        gateway = Gateway(prompter, CHAT, "m", "admin")
         async with gateway.running() as url, AsyncOpenAI(base_url=url, api_key="none") as client:
             player = Player(
                 agent=wiki_team.agent(), gateway=gateway, url=url, client=client, model="m",
                 purpose="train", seed=0, temperature=1.0, seconds=20.0,
             )  # fmt: skip
-            return await player.episode(0, 0, TASK)
+            for replica, calls in enumerate(said):
+                prompter.learn(player.name(0, replica), calls)
+            return await player.group(0, TASK, len(said))
 
     return asyncio.run(run())
-
-
-def texts(calls: Sequence[ScriptedCall]) -> list[str]:
-    return [written(CHAT, c.messages, c.tools, c.reply)[1] for c in calls]
 
 
 @pytest.fixture(scope="module")
 def group() -> dict[str, Episode]:
     """Episodes of a group, by what goes wrong in them."""
-    right, shy = texts(scripted()), texts(scripted(shy=1.0))
-    errand = next(i for i, c in enumerate(scripted()) if i and c.tools == (DELEGATE,)) - 1
-    lost = [*right[:errand], "nobody\n", *right[errand + 1 :]]
-    return {"": played(right), "planner": played(shy), "worker": played(lost)}
+    right = scripted()
+    errand = next(i for i, c in enumerate(right) if i and c.tools == (DELEGATE,)) - 1
+    wrong = replace(right[errand], reply=saying("nobody"))
+    lost = (*right[:errand], wrong, *right[errand + 1 :])
+    found = played(right, scripted(shy=1.0), lost)
+    return dict(zip(("", "planner", "worker"), found, strict=True))
 
 
 def test_every_agent_has_a_context_of_its_own_in_one_session(group: dict[str, Episode]) -> None:
