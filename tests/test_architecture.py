@@ -18,14 +18,15 @@ MAY_IMPORT = {
     "rolling": {"loading"},
     "scheduling": {"loading"},
     "domains": {"loading"},
+    "managing": {"loading"},
     "programs": {"loading"},
     "tool_servers": {"loading", "programs"},
     "stores": set(),
     "crediting": {"loading"},
     "objective": {"loading"},
     "config": {
-        "crediting", "domains", "drawing", "loading", "objective", "parts", "protection", "rolling",
-        "scheduling", "programs", "tool_servers",
+        "crediting", "domains", "drawing", "loading", "managing", "objective", "parts",
+        "protection", "rolling", "scheduling", "programs", "tool_servers",
     },
     "trees": set(),
     "sharding": {"config", "trees"},
@@ -37,7 +38,7 @@ MAY_IMPORT = {
         "stores",
     },
     "gateway": {"types", "drawing", "config", "models.chat", "models.tokenizer"},
-    "agents": {"types", "config", "programs", "tool_servers"},
+    "agents": {"types", "config", "managing", "programs", "tool_servers"},
     "sched": {"types", "drawing", "config", "stores"},
     "rl": {
         "types", "drawing", "config", "trees", "sharding", "collectives", "attention", "models",
@@ -45,8 +46,8 @@ MAY_IMPORT = {
     },
 }  # fmt: skip
 JAX_FREE = {
-    "crediting", "domains", "drawing", "lineage", "types", "loading", "objective", "parts",
-    "protection", "rolling",
+    "crediting", "domains", "drawing", "lineage", "types", "loading", "managing",
+    "objective", "parts", "protection", "rolling",
     "scheduling", "programs", "tool_servers", "config", "stores", "gateway", "agents", "sched",
 }  # fmt: skip
 

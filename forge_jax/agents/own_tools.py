@@ -12,7 +12,7 @@ from forge_jax.agents.context import Context
 from forge_jax.agents.manager import Manager
 from forge_jax.agents.protocol import Tool
 from forge_jax.agents.tally import Tally
-from forge_jax.loading import check
+from forge_jax.config import check
 
 DONE = "ok"
 
