@@ -92,6 +92,8 @@ def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
     found = compared(calm, chaos, faults)
     if found["different"]:
         raise RuntimeError(f"seed={cfg.seed}: another result than that of the calm run: {found}")
+    if not deadline["expired"]:
+        raise RuntimeError(f"seed={cfg.seed}: no head expired behind a stopped agent: {deadline}")
     return {"seed": cfg.seed, "steps": cfg.steps, **found, "hung": deadline, "folder": str(folder)}
 
 
@@ -115,7 +117,8 @@ def disturbed(cfg: ChaosConfig, folder: Path, told: Callable[[str], None]) -> li
     run = Training(folder, overrides)
     try:
         for fault in drawn(cfg.counts, cfg.steps, cfg.damage, cfg.seed)[len(before) :]:
-            come = run.until(lambda step=fault.step: len(rows(folder)) >= step)  # type: ignore[misc]
+            # One that goes on is met while it trains, not while it starts.
+            come = run.reach(min(max(fault.step, run.begun + 1), cfg.steps))
             assert come, f"the run ended before {fault}: {run.log}"
             with suppress(subprocess.TimeoutExpired):
                 run.process.wait(fault.delay)
@@ -147,7 +150,7 @@ def headed(cfg: ChaosConfig, folder: Path) -> dict[str, Any]:
         run = Training(folder, overrides)
         try:
             for step, number in ((1, signal.SIGKILL), (2, signal.SIGSTOP)):
-                run.until(lambda step=step: len(rows(folder)) >= step)  # type: ignore[misc]
+                assert run.reach(step), f"the run ended before step {step}: {run.log}"
                 assert signalled(run, AGENT, number), f"no agent ran: {run.log}"
             run.finish()
         finally:

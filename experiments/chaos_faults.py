@@ -59,14 +59,22 @@ class Training:
     """The training command in a process of its own, which says how it goes on in `folder`."""
 
     def __init__(self, folder: Path, overrides: Sequence[str]):
-        begun = (folder / "config.yaml").exists()
-        call = [f"resume={folder}"] if begun else [f"hydra.run.dir={folder}", *overrides]
+        goes_on = (folder / "config.yaml").exists()
+        call = [f"resume={folder}"] if goes_on else [f"hydra.run.dir={folder}", *overrides]
         folder.parent.mkdir(parents=True, exist_ok=True)
+        self.begun = saved(folder)  # the step that it goes on from
+        self._folder, self._since = folder, time.time_ns()
         self.log = folder.parent / f"{folder.name}.log"
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "experiments.train", *call], stdout=log, stderr=log
             )
+
+    def reported(self) -> int:
+        """Step of its newest row, those aside that it will lose to its checkpoint."""
+        path = self._folder / METRICS
+        fresh = path.exists() and path.stat().st_mtime_ns > self._since
+        return len(rows(self._folder)) if fresh else self.begun
 
     def end(self, number: int = signal.SIGKILL) -> int:
         """Its exit status, minus a signal's number, after `number` was sent."""
@@ -80,6 +88,10 @@ class Training:
                 return event()
             time.sleep(LOOK_SECONDS)
         return True
+
+    def reach(self, step: int) -> bool:
+        """Waits for its row of `step`; False where it ended before."""
+        return self.until(lambda: self.reported() >= step)
 
     def finish(self) -> None:
         """Waits for its end. Raises RuntimeError, with its last words, where it failed."""
@@ -114,8 +126,9 @@ def done(fault: Fault, run: Training, folder: Path, seconds: float) -> dict[str,
 
 
 def saved(folder: Path) -> int:
-    """Step of a run's newest checkpoint."""
-    return max(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
+    """Step of a run's newest checkpoint; 0 without any."""
+    steps = [int(p.name) for p in (folder / "checkpoints").glob("*") if p.name.isdigit()]
+    return max(steps, default=0)
 
 
 def damaged(items: Path, shares: Sequence[float]) -> list[int]:
