@@ -13,6 +13,7 @@ from forge_jax.config import (
 )
 from forge_jax.gateway.config import GatewayConfig
 from forge_jax.models.chat import REASONING_FORMATS, TOOL_FORMATS
+from forge_jax.rolling import CertainConfig
 from forge_jax.rollout.router.live import RouterConfig
 
 KINDS = (*ENGINES, "scripted")
@@ -41,6 +42,7 @@ class Sizes:
     support: int = 64
     speculate: str = "off"
     drafts: int = 2
+    certain: CertainConfig = field(default_factory=CertainConfig)
 
     def __post_init__(self) -> None:
         self.of(1)
@@ -67,6 +69,7 @@ class Sizes:
             support=self.support,
             speculate=self.speculate,
             drafts=self.drafts,
+            certain=self.certain,
         )
 
 

@@ -94,7 +94,9 @@ def test_a_multirun_is_one_run_folder_a_job(tmp_path: Path) -> None:
     out, err = run.communicate(timeout=300)
     assert run.returncode == 0, err
     summaries = [json.loads(line) for line in out.splitlines()]
-    assert [Path(s["run_dir"]).name for s in summaries] == ["0", "1"]
+    folders = {Path(s["run_dir"]) for s in summaries}
+    assert len(folders) == 2
+    assert {folder.parent for folder in folders} == {tmp_path / "sweep"}
     for number, summary in enumerate(summaries):
         folder = Path(summary["run_dir"])
         assert json.loads((folder / "summary.json").read_text()) == summary

@@ -107,15 +107,15 @@ def test_text_without_calls_is_left_as_it_is() -> None:
 def test_lookup(seed: int) -> None:
     rng = random.Random(seed)
     for text in ("?k17", "?", "? a \tb", '?"é'):
-        content, (call,) = read(LookupParser(LOOK, "c"), cut(text, rng))
+        content, (call,) = read(LookupParser(({"function": LOOK},), "c"), cut(text, rng))
         assert (content, call.name, json.loads(call.arguments)) == ("", "look", {"key": text[1:]})
     for text in ("!3", "x?y", " ?k", ""):
-        assert read(LookupParser(LOOK, "c"), cut(text, rng)) == (text, [])
+        assert read(LookupParser(({"function": LOOK},), "c"), cut(text, rng)) == (text, [])
 
 
 def test_a_tool_without_parameters_cannot_be_looked_up() -> None:
     for function in ({"name": "f"}, {"name": "f", "parameters": []}):
-        assert read(LookupParser(function, "c"), ["?", "x"]) == ("?x", [])
+        assert read(LookupParser(({"function": function},), "c"), ["?", "x"]) == ("?x", [])
 
 
 def test_only_offered_tools_are_parsed() -> None:

@@ -34,6 +34,8 @@ def full() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+# Its threads outlive the loop that they report to.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(tmp_path: Path) -> None:
     optim = OptimConfig()
     small = create({"w": jnp.arange(4.0)}, optim)
