@@ -81,14 +81,17 @@ def command(
     plain: tuple[str, ...] = ("model",),
     texts: tuple[str, ...] = (),
     refined: tuple[str, ...] = (),
+    listed: tuple[str, ...] = (),
 ) -> Callable[[Main], Callable[[], None]]:
     """Decorates ``main(mapping) -> JSON-able mapping`` into a Hydra entry point.
 
     Keys of `plain` take any value. Hydra would read `model=X` as a choice among the files
     of `configs/model/`, but a model may be any folder. The mappings named in `texts` take new
     keys, ``texts.NAME=VALUE``, whose values are the text after the sign, whatever Hydra would
-    read into it. Of the groups named in `refined`, ``GROUP=FILE:MORE`` chooses a file and sets
-    the key of the group's name to all of ``FILE:MORE``.
+    read into it; so are the values of keys of `plain` that are named there. Of the groups named in
+    `refined`, ``GROUP=FILE:MORE`` chooses a file and sets the key of the group's name to all of
+    ``FILE:MORE``. Keys of `listed` take ``A,B``, which Hydra would run one after the other, as the
+    list ``[A,B]``.
     """
 
     def decorate(main: Main) -> Callable[[], None]:
@@ -110,7 +113,7 @@ def command(
             sys.argv[1:] = [
                 _wrapped(part, plain, texts)
                 for argument in sys.argv[1:]
-                for part in _parts(argument, refined)
+                for part in _parts(_as_list(argument, listed), refined)
             ]
             with complaining(), terminable():
                 entry()
@@ -185,6 +188,16 @@ def _first(error: BaseException) -> BaseException:
     return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
+def _as_list(argument: str, listed: tuple[str, ...]) -> str:
+    """`KEY=A,B` as the list it means, under a key of `listed`; else the argument itself."""
+    key, _, value = argument.partition("=")
+    if key not in listed:
+        return argument
+    if not value.startswith("["):
+        value = f"[{','.join(map(_quoted, value.split(',')))}]"
+    return f"++plain.{key}={value}"  # out of the reach of Hydra's group of that name
+
+
 def _parts(argument: str, refined: tuple[str, ...]) -> list[str]:
     """The choice of a group's file, and the value that refines it; else the argument itself."""
     key, _, value = argument.partition("=")
@@ -198,7 +211,7 @@ def _wrapped(argument: str, plain: tuple[str, ...], texts: tuple[str, ...]) -> s
     """An override of a plain key out of the reach of Hydra's groups; a text in quotes."""
     key, sign, value = argument.partition("=")
     if key in plain:
-        return f"++plain.{argument}"
+        return f"++plain.{key}={_quoted(value)}" if key in texts else f"++plain.{argument}"
     if sign and "." in key and key.partition(".")[0] in texts:
         return f"++{key}={_quoted(value)}"
     return argument

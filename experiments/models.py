@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from omegaconf import OmegaConf
 
 from experiments.command import CONFIGS
-from experiments.runs import is_run, run_config, run_model
+from experiments.runs import run_config, run_model, run_of
 from forge_jax.config import UserError, load
 from forge_jax.models.chat import Chat, built_in
 from forge_jax.models.config import ModelConfig
@@ -58,8 +58,8 @@ def chat_of(name_or_path: str) -> tuple[Chat, str]:
     if path.is_file():
         file = GgufFile(path.resolve())
         return gguf_chat(file, gguf_config(file).vocab), path.stem
-    if is_run(name_or_path):
-        return chat_of(run_config(name_or_path).model)
+    if (found := run_of(name_or_path)) is not None:
+        return chat_of(run_config(found[0]).model)
     folder = path.resolve()
     return read_chat(folder, read_config(folder / "config.json").vocab), folder.name
 
@@ -70,8 +70,9 @@ def resolve(
     """A preset initialised from `seed`, or the model of a folder or a GGUF file, in `dtype`, its
     parameters on one device or cut over `mesh` from the start.
 
-    The folder is a Hugging Face one, or that of a training run, whose newest checkpoint
-    is taken. Raises UserError on a name that is none of these, and on a folder of neither kind.
+    The folder is a Hugging Face one, that of a training run, whose newest checkpoint is taken, or
+    RUN_DIR/checkpoints/STEP. Raises UserError on a name that is none of these, and on a folder of
+    no such kind.
     """
     path = Path(name_or_path)
     if name_or_path in presets() or not name_or_path or not path.exists():
@@ -79,9 +80,10 @@ def resolve(
         return build(cfg, chat, seed, name_or_path, dtype, mesh)
     if path.is_file():
         return load_gguf(path, dtype, mesh)
-    if is_run(name_or_path):
-        run = run_config(name_or_path)
-        return run_model(name_or_path, resolve(run.model, run.seed, dtype, mesh))
+    if (found := run_of(name_or_path)) is not None:
+        folder, step = found
+        run = run_config(folder)
+        return run_model(folder, resolve(run.model, run.seed, dtype, mesh), step)
     if not (path / "config.json").is_file():
         raise UserError(f"model={name_or_path!r} holds neither a run nor a config.json")
     return load_folder(path, dtype, mesh)

@@ -23,14 +23,26 @@ def is_run(folder: str) -> bool:
     return (Path(folder) / "config.yaml").is_file() and (Path(folder) / "checkpoints").is_dir()
 
 
+def run_of(folder: str) -> tuple[str, int | None] | None:
+    """A run's folder with None, or with the step of the checkpoint that `folder` is,
+    RUN_DIR/checkpoints/STEP; None where it is neither."""
+    if is_run(folder):
+        return folder, None
+    path = Path(folder)
+    if path.name.isdigit() and path.parent.name == "checkpoints" and is_run(str(path.parents[1])):
+        return str(path.parents[1]), int(path.name)
+    return None
+
+
 def run_config(folder: str | Path) -> TrainConfig:
     """The configuration a run was started with. Raises UserError."""
     mapping = OmegaConf.to_container(OmegaConf.load(Path(folder) / "config.yaml"), resolve=True)
     return load(TrainConfig, mapping)  # type: ignore[arg-type]
 
 
-def run_model(folder: str | Path, fresh: LoadedModel) -> LoadedModel:
-    """`fresh`, what the run added, and the weights of its newest checkpoint, with adapters merged.
+def run_model(folder: str | Path, fresh: LoadedModel, step: int | None = None) -> LoadedModel:
+    """`fresh`, what the run added, and the weights of its checkpoint of `step`, or of its newest,
+    with adapters merged.
 
     Raises UserError.
     """
@@ -38,7 +50,7 @@ def run_model(folder: str | Path, fresh: LoadedModel) -> LoadedModel:
     fresh = prepared(cfg, fresh)
     base, trained = placed(cfg, fresh, mesh)
     with closing(Checkpoints(Path(folder) / "checkpoints")) as checkpoints:
-        step = checkpoints.latest()
+        step = checkpoints.latest() if step is None else step
         if step is None:
             raise UserError(f"model={folder}: the run has no checkpoint yet")
         state, _ = checkpoints.restore(step, create(trained, cfg.optim))

@@ -14,6 +14,7 @@ class Tally:
 
     turns: int = 0  # replies of the model
     completion_tokens: int = 0  # of those, as the server counts them
+    prompt_tokens: int = 0  # of all calls, likewise
     tool_calls: int = 0
     malformed_calls: int = 0  # of those, the ones no tool could take
     tool_seconds: float = 0.0  # of every call of the world by itself

@@ -167,7 +167,9 @@ async def ask(
     # about half of the client's time in a call and changes nothing here.
     completion = await client.post("/chat/completions", body=body, cast_to=ChatCompletion)
     tally.turns += 1
-    tally.completion_tokens += completion.usage.completion_tokens if completion.usage else 0
+    if completion.usage:
+        tally.completion_tokens += completion.usage.completion_tokens
+        tally.prompt_tokens += completion.usage.prompt_tokens
     return completion
 
 

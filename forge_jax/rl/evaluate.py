@@ -22,7 +22,7 @@ class Evaluation:
 
     episodes: int
     success: float
-    success_ci: tuple[float, float]  # 95 % bootstrap interval
+    success_ci: tuple[float, float]  # 95 % bootstrap interval, over tasks
     mean_turns: float
     tokens_sampled: int
     seconds_mean: float  # of an episode, from its first call to the end of its last
@@ -33,20 +33,10 @@ class NothingPlayed(Exception):
     """Every agent failed, the first one as the message says: no word about the policy."""
 
 
-def held_out(family: str, episodes: int, seed: int) -> list[Task]:
+def held_out(family: str, tasks: int, seed: int, level: int = 0) -> list[Task]:
     """The tasks of an evaluation: the same for the same arguments."""
     start = seed * 1_000_003  # evaluations of different seeds do not overlap
-    return [Task(family=family, seed=start + i, split="eval") for i in range(episodes)]
-
-
-async def evaluate(
-    tasks: Sequence[Task],
-    play: Callable[[int, Task], Awaitable[Episode]],
-    concurrency: int,
-    advance: Callable[[], None] = lambda: None,
-) -> Evaluation:
-    """What `played` comes to. Raises NothingPlayed as it does."""
-    return summarise(await played(tasks, play, concurrency, advance))
+    return [Task(family=family, seed=start + i, split="eval", level=level) for i in range(tasks)]
 
 
 async def played(
@@ -77,23 +67,57 @@ async def played(
 
 def summarise(episodes: Sequence[Episode]) -> Evaluation:
     """Reduces played episodes to an `Evaluation`."""
-    kept = [e for e in episodes if e.outcome.status is not Status.ENVIRONMENT_FAILED]
-    solved = np.array([e.outcome.valid and e.outcome.reward >= SOLVED for e in kept], np.float64)
-    turns = [counted(e, "turns", len(e.turns)) for e in kept]
-    ends = [max([t.start + t.seconds for t in e.turns], default=0.0) for e in kept]
-    seconds = [counted(e, "seconds", end) for e, end in zip(kept, ends, strict=True)]
-    tokens = [
-        counted(e, "completion_tokens", sum(len(t.output) for t in e.turns)) for e in episodes
-    ]
+    kept = kept_of(episodes)
+    tasks = by_task(kept)
+    solved = np.array([sum(map(is_solved, own)) for own in tasks], np.float64)
+    counts = np.array([len(own) for own in tasks], np.float64)
     return Evaluation(
         episodes=len(episodes),
-        success=float(solved.mean()) if len(kept) else 0.0,
-        success_ci=bootstrap(solved),
-        mean_turns=float(np.mean(turns)) if turns else 0.0,
-        tokens_sampled=int(sum(tokens)),
-        seconds_mean=float(np.mean(seconds)) if seconds else 0.0,
+        success=float(solved.sum() / counts.sum()) if len(kept) else 0.0,
+        success_ci=bootstrap(solved, counts),
+        mean_turns=mean_of(turns_of, kept),
+        tokens_sampled=int(sum(map(sampled_of, episodes))),
+        seconds_mean=mean_of(seconds_of, kept),
         failures=len(episodes) - len(kept),
     )
+
+
+def kept_of(episodes: Sequence[Episode]) -> list[Episode]:
+    """The episodes that say something about the policy."""
+    return [e for e in episodes if e.outcome.status is not Status.ENVIRONMENT_FAILED]
+
+
+def by_task(episodes: Sequence[Episode]) -> list[list[Episode]]:
+    """The episodes of each task, in the order of the tasks."""
+    together: dict[Task, list[Episode]] = {}
+    for episode in episodes:
+        together.setdefault(episode.task, []).append(episode)
+    return list(together.values())
+
+
+def is_solved(episode: Episode) -> bool:
+    return episode.outcome.valid and episode.outcome.reward >= SOLVED
+
+
+def mean_of(measure: Callable[[Episode], float], episodes: Sequence[Episode]) -> float:
+    """0 of no episodes."""
+    return float(np.mean([measure(episode) for episode in episodes])) if episodes else 0.0
+
+
+def turns_of(episode: Episode) -> float:
+    return counted(episode, "turns", len(episode.turns))
+
+
+def sampled_of(episode: Episode) -> float:
+    """Tokens sampled."""
+    tokens = sum(len(turn.output) for turn in episode.turns)
+    return counted(episode, "completion_tokens", tokens)
+
+
+def seconds_of(episode: Episode) -> float:
+    """Seconds from the start of an episode to the end of its last call."""
+    end = max([turn.start + turn.seconds for turn in episode.turns], default=0.0)
+    return counted(episode, "seconds", end)
 
 
 def counted(episode: Episode, measure: str, recorded: float) -> float:
@@ -101,10 +125,17 @@ def counted(episode: Episode, measure: str, recorded: float) -> float:
     return recorded if episode.turns else episode.outcome.metrics.get(measure, 0.0)
 
 
-def bootstrap(values: np.ndarray) -> tuple[float, float]:
-    """95 % percentile interval of the mean of `values` [n], by resampling; (0, 0) when empty."""
-    if len(values) == 0:
+def bootstrap(totals: np.ndarray, counts: np.ndarray | None = None) -> tuple[float, float]:
+    """95 % percentile interval of ``sum(totals) / sum(counts)``, by resampling the pairs.
+
+    `totals` [n] of `counts` [n] values each, one where there are no counts: then it is that of the
+    mean. (0, 0) when empty.
+    """
+    n = len(totals)
+    if n == 0:
         return 0.0, 0.0
-    draws = np.random.default_rng(0).integers(0, len(values), (RESAMPLES, len(values)))
-    low, high = np.quantile(values[draws].mean(axis=1), [0.025, 0.975])
+    counts = np.ones(n) if counts is None else counts
+    draws = np.random.default_rng(0).integers(0, n, (RESAMPLES, n))
+    means = totals[draws].sum(axis=1) / counts[draws].sum(axis=1)
+    low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)

@@ -10,9 +10,11 @@ from experiments.bench.config import BenchConfig
 from experiments.bench_attention import AttentionConfig
 from experiments.bench_long import LongConfig
 from experiments.clients import Config as ClientsConfig
-from experiments.command import CONFIGS, _parts, _wrapped
+from experiments.command import CONFIGS, _as_list, _parts, _unwrapped, _wrapped
+from experiments.eval import Config as EvalConfig
 from experiments.replay import ReplayConfig
 from experiments.workloads import WorkloadConfig
+from forge_jax.config import UserError, load
 
 CLASSES = {
     "bench_attention": AttentionConfig,
@@ -55,6 +57,40 @@ def test_other_keys_are_left_to_hydra() -> None:
     assert _wrapped("peers=x", (), ("peers",)) == "peers=x"
     assert _wrapped("steps=3", ("model",), ("peers",)) == "steps=3"
     assert _wrapped("model=/a b", ("model",), ()) == "++plain.model=/a b"
+
+
+def test_a_plain_key_that_is_a_text_takes_any_path() -> None:
+    override = _wrapped("model=runs/a=1,b=2/checkpoints/20", ("model",), ("model",))
+    assert _unwrapped(composed("eval", override)).model == "runs/a=1,b=2/checkpoints/20"
+
+
+def evaluation(*overrides: str) -> EvalConfig:
+    parts = [_as_list(override, ("task",)) for override in overrides]
+    cfg = _unwrapped(composed("eval", "++plain.model=quick", *parts))
+    return load(EvalConfig, OmegaConf.to_container(cfg))  # type: ignore[arg-type]
+
+
+def test_several_tasks_are_a_list_and_a_suite_names_them() -> None:
+    assert evaluation("task=hop,reasoning:gcd+syllogism").task == ("hop", "reasoning:gcd+syllogism")
+    assert evaluation("task=[hop,calc]").task == ("hop", "calc")
+    assert evaluation("task=hop").task == ("hop",)
+    assert {"hop", "calc", "qa"} < set(evaluation("suite=all").task)
+    assert evaluation("suite=mixed").task == ("calc", "qa", "hop")
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("task=hop,hop", "each once"),
+        ("samples=3", "samples=3 must be at least 1 and divide episodes=256"),
+        ("samples=0", "samples=0"),
+        ("level=-1", "level=-1"),
+        ("plot=out.pdf", "plot='out.pdf' must be a .png file"),
+    ],
+)
+def test_an_evaluation_that_cannot_be_is_refused(override: str, named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        evaluation("task=hop", override)
 
 
 def test_a_refined_choice_takes_its_file_and_keeps_the_rest() -> None:

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from forge_jax.rl.evaluate import NothingPlayed, bootstrap, evaluate, held_out
+from forge_jax.rl.evaluate import NothingPlayed, bootstrap, held_out, played, summarise
 from forge_jax.types import Episode, Outcome, Status, Task
 
 
@@ -26,7 +26,7 @@ def test_rates_leave_environment_faults_out() -> None:
         running -= 1
         return result(number, task)
 
-    found = asyncio.run(evaluate(held_out("hop", 16, 0), play, concurrency=3))
+    found = summarise(asyncio.run(played(held_out("hop", 16, 0), play, concurrency=3)))
     assert found.episodes == 16
     assert found.failures == 4
     assert found.success == pytest.approx(4 / 12)
@@ -39,7 +39,7 @@ def test_agents_that_all_fail_say_nothing_about_the_policy() -> None:
         return Episode(item=number, replica=0, task=task, outcome=outcome, turns=())
 
     with pytest.raises(NothingPlayed, match="a bug in run 0"):
-        asyncio.run(evaluate(held_out("hop", 4, 0), play, concurrency=2))
+        asyncio.run(played(held_out("hop", 4, 0), play, concurrency=2))
 
 
 def test_held_out_tasks_repeat_and_differ_by_seed() -> None:
