@@ -29,7 +29,7 @@ from forge_jax.sharding import mesh_from
 
 # What a run is: a checkpoint of one does not continue another, and its two evaluations are
 # of the same episodes.
-FIXED = ("model", "task", "domains", "seed", "eval", "lora", "agent", "tools", "pool")
+FIXED = ("model", "task", "domains", "stages", "seed", "eval", "lora", "agent", "tools", "pool")
 
 
 @command("train", plain=("model", "pool"), refined=("task",))

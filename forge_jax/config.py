@@ -10,7 +10,8 @@ from forge_jax.domains import CurriculumConfig as CurriculumConfig
 from forge_jax.domains import Domain as Domain
 from forge_jax.domains import DomainConfig as DomainConfig
 from forge_jax.domains import FilterConfig as FilterConfig
-from forge_jax.domains import check_domains, check_filter
+from forge_jax.domains import StageConfig as StageConfig
+from forge_jax.domains import check_domains, check_filter, check_stages
 from forge_jax.domains import mixture as mixture
 from forge_jax.drawing import COLDEST, HOTTEST
 from forge_jax.loading import UserError as UserError
@@ -114,12 +115,14 @@ class EvalConfig:
     """Held-out evaluation through the gateway."""
 
     episodes: int = 256
+    every: int | None = None  # updates from one evaluation to the next; null: first and last alone
     concurrency: int = 64
     temperature: float = 1.0  # 0 is greedy
     seed: int = 0  # of the tasks and of what is sampled
 
     def __post_init__(self) -> None:
         check(self.episodes >= 1, f"episodes={self.episodes} must be at least 1")
+        check(self.every is None or self.every >= 1, f"every={self.every} must be at least 1")
         check(self.concurrency >= 1, f"concurrency={self.concurrency} must be at least 1")
         drawn = self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST
         wanted = f"0, or from {COLDEST:g} to {HOTTEST:g}"
@@ -170,6 +173,7 @@ class TrainConfig:
     task: str | None  # task family; null: several, in `domains`
     steps: int  # RL updates
     domains: Mapping[str, DomainConfig] | None = None  # by name; null: `task` alone
+    stages: tuple[StageConfig, ...] | None = None  # of the updates; null: shares stay as they are
     filter: FilterConfig = field(default_factory=FilterConfig)  # of what is played and consumed
     seed: int = 0
     dtype: str = "float32"  # of the layers; weights and the optimiser's state stay float32
@@ -209,6 +213,18 @@ class TrainConfig:
         check(self.steps >= 0, f"steps={self.steps} must be >= 0")
         check_domains(self.task, self.domains, self.sched.shares == "admitted")
         check_filter(self.filter, self.domains)
+        check_stages(self.stages, self.domains)
+        sched = self.sched
+        fixed = sched.shares == "items" and sched.lag_updates is None and sched.tune is None
+        check(
+            self.stages is None or fixed,
+            "stages go with sched.shares=items, without sched.lag_updates and sched.tune",
+        )
+        check(
+            self.eval.every is None or not self.sched.hold_updates,
+            f"eval.every={self.eval.every} would measure the older weights of "
+            f"sched.hold_updates={self.sched.hold_updates}",
+        )
         check(
             self.sched.shares == "items" or self.domains is not None,
             f"sched.shares={self.sched.shares} goes with domains: task={self.task} is alone",

@@ -14,7 +14,8 @@ from forge_jax.loading import UserError, check
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 # What other keys of metrics and summaries end in, where those of a domain end in its name.
 TAKEN = (
-    "after", "before", "bound", "constant", "dropped", "expired", "first", "format", "last", "max",
+    "after", "before", "bound", "constant", "dropped", "expired", "first", "forgotten", "format",
+    "last", "max",
     "mean", "outcome", "process", "requeued", "sampled", "speed", "total", "trained", "unique",
 )  # fmt: skip
 
@@ -65,6 +66,21 @@ class DomainConfig:
     def __post_init__(self) -> None:
         check(0 < self.share < math.inf, f"share={self.share} must be a number > 0")
         check(self.tasks is None or self.tasks >= 1, f"tasks={self.tasks} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageConfig:
+    """Updates in which the domains have shares of their own."""
+
+    shares: Mapping[str, float]  # of domains by name, relative to each other; others have none
+    until: int | None = None  # the last of them; null: there is no other stage
+
+    def __post_init__(self) -> None:
+        check(bool(self.shares), "shares={} must name at least one domain")
+        for name, share in self.shares.items():
+            fine = type(share) in (int, float) and 0 < share < math.inf
+            check(fine, f"shares.{name}={share!r} must be a number > 0")
+        check(self.until is None or self.until >= 1, f"until={self.until} must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +157,28 @@ def _check_shared(domains: Mapping[str, DomainConfig]) -> None:
                 value is None,
                 f"domains.{name}.{key}={value} goes with a queue of its own, not shares=admitted",
             )
+
+
+def check_stages(
+    stages: tuple[StageConfig, ...] | None, domains: Mapping[str, DomainConfig] | None
+) -> None:
+    """Raises ValueError unless stages follow each other, the last one without an end, and have
+    each domain at least once."""
+    if stages is None:
+        return
+    check(domains is not None, "stages go with domains")
+    ends = [stage.until for stage in stages]
+    inner = [end for end in ends[:-1] if end is not None]
+    rising = len(set(inner)) == len(ends) - 1 and inner == sorted(inner)
+    check(
+        bool(ends) and ends[-1] is None and rising,
+        f"stages: until={ends} must grow, and be null of the last stage alone",
+    )
+    named = {name for stage in stages for name in stage.shares}
+    check(
+        named == set(domains or {}),
+        f"stages: shares of {sorted(named)} must be those of the domains {sorted(domains or {})}",
+    )
 
 
 def check_filter(filters: FilterConfig, domains: Mapping[str, DomainConfig] | None) -> None:

@@ -100,6 +100,27 @@ def test_shares_of_domains_are_parts_of_the_whole() -> None:
             {**MIXED, "domains": {"qa": {"curriculum": {"levels": [1], "promote": 0.5}}}},
             "promote=0.5 leads nowhere with levels=(1,)",
         ),
+        ({"stages": [{"shares": {"hop": 1}}]}, "stages go with domains"),
+        ({**MIXED, "stages": []}, "stages: until=[] must grow, and be null of the last"),
+        (
+            {**MIXED, "stages": [{"shares": {"hop": 1}, "until": 2}]},
+            "stages: until=[2] must grow, and be null of the last stage alone",
+        ),
+        ({**MIXED, "stages": [{"shares": {"hop": 1}}] * 2}, "stages: until=[None, None] must grow"),
+        (
+            {**MIXED, "stages": [{"shares": {"hop": 1, "desk": 2}}]},
+            "stages: shares of ['desk', 'hop'] must be those of the domains ['hop', 'qa']",
+        ),
+        ({**MIXED, "stages": [{"shares": {"qa": "x"}}]}, "shares.qa='x' must be a number > 0"),
+        (
+            {**MIXED, "stages": [{"shares": {"hop": 1, "qa": 2}}], "sched": {"shares": "tokens"}},
+            "stages go with sched.shares=items",
+        ),
+        ({"eval": {"every": 0}}, "eval: every=0 must be at least 1"),
+        (
+            {"eval": {"every": 2}, "sched": {"synchronous": True, "hold_updates": 1}},
+            "eval.every=2 would measure the older weights of sched.hold_updates=1",
+        ),
         ({"sched": {"shares": "seconds"}}, "shares='seconds' must be one of items, tokens"),
         ({"sched": {"shares": "tokens"}}, "sched.shares=tokens goes with domains: task=hop is al"),
         (

@@ -9,7 +9,7 @@ since the next update consumes the trainer's, and version s are the weights afte
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
@@ -107,6 +107,7 @@ async def reinforce(
     on_step: Callable[[Step], None],
     stop: asyncio.Event,
     faults: Callable[[], Mapping[str, int]],
+    measured: Callable[[int], Awaitable[Mapping[str, Any]]],
     decode: Decode,
     base: Any = None,
 ) -> TrainState:
@@ -117,7 +118,8 @@ async def reinforce(
 
     `on_step` is called on the device thread after each update, while agents go on. What is
     in flight at the end is cancelled. With `stop` set an update that runs is ended and is the
-    last. `faults` are counts of the run so far, for its rows.
+    last. `faults` are counts of the run so far, for its rows; `measured` adds to the row of a step
+    what its weights do when they play.
     """
     loop = asyncio.get_running_loop()
     scorer = Scorer(reward=cfg.reward, credit=cfg.credit, decode=decode)
@@ -167,6 +169,7 @@ async def reinforce(
             row |= version_row(batch.turns, step - 1)
             row["seconds_update"] = time.monotonic() - collected
             row |= await retune(collector.tunings, collector.lanes.names, row["seconds_update"])
+            row |= await measured(step)
             record = Step(state=state, cursors=collector.state(), batch=batch, row=row)
             await loop.run_in_executor(device, on_step, record)
             guard.check()

@@ -22,6 +22,7 @@ from forge_jax.rl.queueing import new_deadline, new_policy, new_tuning
 from forge_jax.rl.tuning import Tuning
 from forge_jax.rl.warm import scripted_samples
 from forge_jax.sched.lanes import LaneConfig, Lanes
+from forge_jax.sched.stages import Stage
 from forge_jax.types import Episode, Sample, Task
 
 
@@ -41,8 +42,19 @@ def lanes_of(cfg: TrainConfig) -> Lanes:
         batch=sched.batch,
         tokens=sched.shares == "tokens",
         exact=sched.synchronous,
+        stages=stages_of(cfg),
         spare=cfg.filter.tries or 0,
     )
+
+
+def stages_of(cfg: TrainConfig) -> list[Stage]:
+    """The shares of all domains in every stage; empty: they stay as they are."""
+    stages = []
+    for own in cfg.stages or ():
+        whole = sum(own.shares.values())
+        shares = tuple(own.shares.get(domain.name, 0.0) / whole for domain in cfg.mixture)
+        stages.append(Stage(shares=shares, until=own.until))
+    return stages
 
 
 def tunings_of(cfg: TrainConfig, lanes: Lanes) -> list[Tuning]:
@@ -74,17 +86,20 @@ def lane_scheds(cfg: TrainConfig) -> list[tuple[str, float, SchedConfig]]:
 
 
 def lane_sched(domain: Domain, cfg: TrainConfig) -> SchedConfig:
-    """`cfg.sched` for one domain: its own sizes, or its share of the run's, rounded up."""
+    """`cfg.sched` for one domain: its own sizes, or its share of the run's, rounded up; of stages
+    the largest."""
     sched, own = cfg.sched, domain.own
+    at = [other.name for other in cfg.mixture].index(domain.name)
+    most = max([stage.shares[at] for stage in stages_of(cfg)], default=domain.share)
 
     def part(whole: int) -> int:
-        return math.ceil(domain.share * whole - 1e-9)
+        return math.ceil(most * whole - 1e-9)
 
     least = [math.floor(other.share * sched.batch + 1e-9) for other in cfg.mixture]
-    batch = max(1, math.floor(domain.share * sched.batch + 1e-9))
+    batch = max(1, math.floor(most * sched.batch + 1e-9))
+    fixed = sched.shares == "items" and cfg.stages is None  # quotas, but for the remainders
     places = part(sched.places) if own.in_flight is None else own.in_flight
     if sched.synchronous:  # a batch may take the quota of all domains' remainders from this one
-        fixed = sched.shares == "items"
         batch = places = batch + sched.batch - sum(least) if fixed else sched.batch
     window = sched.window if type(sched.window) is not int else part(sched.window)
     try:
@@ -92,7 +107,7 @@ def lane_sched(domain: Domain, cfg: TrainConfig) -> SchedConfig:
             raise ValueError(f"in_flight={own.in_flight} goes with sched.synchronous=False")
         return dataclasses.replace(
             sched,
-            batch=batch if sched.shares == "items" or sched.synchronous else 1,
+            batch=batch if fixed or sched.synchronous else 1,
             in_flight=places,
             window=window if own.window is None else own.window,
             buffer=None if sched.buffer is None else part(sched.buffer),

@@ -13,7 +13,7 @@ from forge_jax.types import PackedTree
 
 # One panel each: title, rows of metrics.jsonl drawn in it.
 PANELS = (
-    ("reward", ("reward",)),
+    ("reward", ("reward", "eval")),
     ("calls per episode", ("mean_turns",)),
     ("lag in items", ("lag_mean", "lag_max")),
     ("importance ratio", ("ratio_mean", "ratio_max")),
@@ -69,6 +69,7 @@ def domain_panels(told: Collection[str]) -> list[tuple[str, tuple[str, ...]]]:
     domains = sorted(name.removeprefix(prefix) for name in told if name.startswith(prefix))
     measures = (
         ("reward of domains", "reward"),
+        ("held-out success of domains", "eval"),
         ("lag of domains, in items of their own", "lag_mean"),
         ("share of items", "share_items"),
         ("share of sampled tokens", "share_tokens"),

@@ -116,6 +116,7 @@ async def play(run: Run, start: Start) -> dict[str, Any] | None:
                 decode=run.model.chat.tokenizer.decode,
                 base=start.base,
                 stop=stop,
+                measured=lambda step: measured(run, up, step),
                 faults=lambda: {
                     "loop_blocked": watchdog.blocked,
                     "engine_restarts": up.health.failures,
@@ -130,7 +131,7 @@ async def play(run: Run, start: Start) -> dict[str, Any] | None:
         export_adapter(run.folder / "adapter", run.model.cfg, *said)
     rows, totals = run.reporter.rows, keeper.totals
     found = summary_of(run.cfg, rows, totals, after) | domain_summary(
-        run.cfg, totals, domains, collector.lanes
+        run.cfg, rows, totals, domains, collector.lanes
     )
     return found | {"seconds": keeper.seconds(), "run_dir": str(run.folder)}
 
@@ -212,6 +213,18 @@ async def evaluation(run: Run, up: Serving, title: str) -> tuple[Evaluation, dic
         shown=f"success {found.success:.3f} [{low:.3f}, {high:.3f}]  calls {found.mean_turns:.2f}",
     )
     return found, by_domain(run.cfg, episodes)
+
+
+async def measured(run: Run, up: Serving, step: int) -> dict[str, float]:
+    """After every `eval.every` updates how much is solved, of all domains together and of each."""
+    every = run.cfg.eval.every
+    if every is None or step % every:
+        return {}
+    whole, domains = await evaluation(run, up, f"evaluation {step}")
+    row = {"eval": whole.success}
+    if run.cfg.domains is not None:
+        row |= {f"eval_{name}": found.success for name, found in domains.items()}
+    return row
 
 
 def new_collector(run: Run, up: Serving) -> Collector:

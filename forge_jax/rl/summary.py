@@ -39,7 +39,11 @@ def summary_of(
 
 
 def domain_summary(
-    cfg: TrainConfig, totals: Totals, after: Mapping[str, Evaluation], lanes: Lanes
+    cfg: TrainConfig,
+    rows: Sequence[Mapping[str, Any]],
+    totals: Totals,
+    after: Mapping[str, Evaluation],
+    lanes: Lanes,
 ) -> dict[str, Any]:
     """What holds of each domain, under names that end in the domain's; nothing of one task."""
     if cfg.domains is None:
@@ -49,4 +53,8 @@ def domain_summary(
         found[f"eval_before_{name}"] = totals.evals_before.get(name)
         found[f"eval_after_{name}"] = evaluation.success
         found[f"eval_after_ci_{name}"] = evaluation.success_ci
+        if cfg.eval.every is not None:
+            past = [row[f"eval_{name}"] for row in rows if f"eval_{name}" in row]
+            best = max([*past, totals.evals_before[name]])
+            found[f"eval_forgotten_{name}"] = best - evaluation.success
     return found if shared(cfg) else found | shares_row(lanes)

@@ -14,6 +14,7 @@ from forge_jax.sched.policies import Policy
 from forge_jax.sched.queue import Deadline, Queue
 from forge_jax.sched.saved_queue import check_state
 from forge_jax.sched.shares import ItemShares, Shares, TokenShares
+from forge_jax.sched.stages import Stage, StagedShares
 
 KEYS = ("left", "queues", "shares", "trained")
 
@@ -51,8 +52,10 @@ class Lanes:
         tokens: bool = False,
         exact: bool = False,
         spare: int = 0,
+        stages: Sequence[Stage] = (),
     ):
-        """With `tokens` shares are of sampled tokens, else of items. With `exact` no more is
+        """With `tokens` shares are of sampled tokens, else of items; with `stages` they are those
+        of one stage after the other. With `exact` no more is
         admitted than the batch at hand lacks, so that nothing is left over for the next one.
         `spare`: items of a lane that a batch may consume beyond its quota (`again`).
 
@@ -67,9 +70,13 @@ class Lanes:
             raise UserError(f"the lanes {list(self.names)} must have different names")
         self.batch, self.exact = batch, exact
         shares = [lane.share for lane in lanes]
-        self._shares: Shares = (
-            TokenShares(shares, batch) if tokens else ItemShares(self.names, shares, batch)
-        )
+        self._shares: Shares
+        if stages:
+            self._shares = StagedShares(self.names, stages, batch)
+        elif tokens:
+            self._shares = TokenShares(shares, batch)
+        else:
+            self._shares = ItemShares(self.names, shares, batch)
         least = self._shares.least
         beyond = batch - sum(least) + spare  # the quota that is the same in every batch
         self.queues = tuple(
@@ -93,9 +100,8 @@ class Lanes:
     def admit(self, lane: int) -> int | None:
         """The number of the next item of a lane, or None while it has no place."""
         queue = self.queues[lane]
-        if self.exact and queue.in_service + queue.waiting >= self.left[lane]:
-            return None
-        return queue.admit()
+        wanted = self.left[lane] + (0 if self.exact else self._shares.coming(lane))
+        return queue.admit() if queue.in_service + queue.waiting < wanted else None
 
     def take(self) -> tuple[int, int] | None:
         """Consumes an item of the lane with the most left to give; None if no lane has one."""

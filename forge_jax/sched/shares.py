@@ -27,6 +27,9 @@ class Shares(Protocol):
     def count(self, lane: int, tokens: int) -> None:
         """An item of `lane`, of so many sampled tokens, was consumed."""
 
+    def coming(self, lane: int) -> float:
+        """Items of a lane that batches after the one at hand may take; inf: there is no end."""
+
     def state(self) -> dict[str, Any]:
         """Plain JSON; a restored one continues exactly."""
 
@@ -59,6 +62,9 @@ class ItemShares:
 
     def count(self, lane: int, tokens: int) -> None:
         """Nothing to learn: `quotas` has counted the item already."""
+
+    def coming(self, lane: int) -> float:
+        return math.inf
 
     def state(self) -> dict[str, Any]:
         return {"unit": "items", "credit": list(self._credit)}
@@ -99,6 +105,9 @@ class TokenShares:
             self._measured[lane] += 1
             weight = 1 / min(self._measured[lane], MEMORY)
             self._mean[lane] += weight * (tokens - self._mean[lane])
+
+    def coming(self, lane: int) -> float:
+        return math.inf
 
     def length(self, lane: int) -> float:
         """The expected tokens of an item; of a lane that has shown none, as the others have."""

@@ -51,6 +51,21 @@ def test_experiments_compose(path: Path) -> None:
     assert composed(f"+experiment={path.stem}") != composed()
 
 
+def test_both_orders_train_on_as_many_items_of_each_domain() -> None:
+    """Mixed or staged: all that differs is when."""
+    consumed = []
+    for order in ("mixed", "staged"):
+        cfg = composed("+experiment=mixed", f"+order={order}")
+        lanes, items = lanes_of(cfg), []
+        for _ in range(cfg.steps):
+            items.append(lanes.left)
+            lanes.next_batch()
+        assert cfg.eval.every is not None
+        assert {stage.until for stage in cfg.stages or ()} <= {*range(0, 60, cfg.eval.every), None}
+        consumed.append([sum(own) for own in zip(*items, strict=True)])
+    assert consumed[0] == consumed[1] == [120, 120, 120]
+
+
 @pytest.mark.parametrize("path", TASKS, ids=lambda p: p.stem)
 def test_one_override_names_the_task(path: Path) -> None:
     cfg = composed(f"task={path.stem}")

@@ -116,12 +116,12 @@ def test_an_engine_that_fails_once_costs_nothing_but_time(
     assert sum("the engine failed" in text for text in caplog.messages) == 1
 
 
-def test_a_run_that_is_terminated_saves_its_last_update(
+def test_a_run_that_is_terminated_saves_its_last_update_and_evaluations_change_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     calm: tuple[dict[str, Any], list[dict[str, Any]]],
 ) -> None:
-    real = loop.update
+    real, cfg = loop.update, dataclasses.replace(CFG, eval=dataclasses.replace(CFG.eval, every=1))
 
     def terminated(*args: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -130,8 +130,12 @@ def test_a_run_that_is_terminated_saves_its_last_update(
     with monkeypatch.context() as patch:
         patch.setattr(loop, "update", terminated)
         with pytest.raises(KeyboardInterrupt):
-            run.train(CFG, resolve("quick"), tmp_path, {})
+            run.train(cfg, resolve("quick"), tmp_path, {})
     # Without the signal there would be none after the first update.
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["0", "1"]
-    again = dataclasses.replace(CFG, resume=str(tmp_path))
-    assert (played(again, tmp_path), history(tmp_path)) == calm
+    summary = played(dataclasses.replace(cfg, resume=str(tmp_path)), tmp_path)
+    rows = history(tmp_path)
+    solved = [row.pop("eval") for row in rows]
+    assert (summary, rows) == calm
+    assert len(solved) == 3
+    assert solved[-1] == summary["eval_after"]
