@@ -116,6 +116,10 @@ LEVELS: Mapping[str, int] = MappingProxyType(
 
 def check_level(name: str, level: int) -> None:
     """Raises UserError where the family called `name` has no such level."""
+    if name.partition(":")[0] == reasoning.FAMILY:  # whose generators have levels of their own
+        for generator in reasoning.names_of(name):
+            reasoning.dataset(generator, level)
+        return
     last = LEVELS.get(name, 1) - 1
     if level > last:
         raise UserError(f"level={level} of task={name!r} must be from 0 to {last}")

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from forge_jax.agents.families import agent_of, family_of
+from forge_jax.agents.families import agent_of, check_level, family_of
 from forge_jax.agents.faults import BadCall
 from forge_jax.agents.sources import TaskSource
 from forge_jax.agents.tasks import reasoning
@@ -86,5 +86,10 @@ def test_generators_that_cannot_be_used_are_refused_by_name(name: str) -> None:
             agent_of(family)
     else:
         assert agent_of(family) == agent_of("reasoning")
-    with pytest.raises(UserError, match="level=9 of task=reasoning:gcd"):
-        world_of(Task(family="reasoning:gcd", seed=0, level=9))
+    for ask in (
+        lambda: world_of(Task(family="reasoning:gcd", seed=0, level=9)),
+        lambda: check_level("reasoning:gcd", 9),
+    ):
+        with pytest.raises(UserError, match="level=9 of task=reasoning:gcd"):
+            ask()
+    check_level("reasoning", 5)
