@@ -44,9 +44,9 @@ class FaultConfig:
 class Weights:
     """Of the components of a reward."""
 
-    process: float = 0.0  # α, of what a call does wrong
-    speed: float = 0.0  # β, of time against successful siblings
-    outcome: float = 1.0  # of the task's own reward
+    process: float  # α, of what a call does wrong
+    speed: float  # β, of time against successful siblings
+    outcome: float  # of the task's own reward
 
     def __post_init__(self) -> None:
         for name in ("process", "speed", "outcome"):
@@ -68,14 +68,17 @@ class FamilyReward:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardConfig(Weights):
+class RewardConfig:
     """``r_t = process * process_t + speed * speed_t + outcome * outcome_t`` of every call t."""
 
+    # As in `Weights`, of every family that has none of its own.
+    process: float = 0.0
+    speed: float = 0.0
+    outcome: float = 1.0
     faults: FaultConfig = field(default_factory=FaultConfig)
     families: tuple[FamilyReward, ...] = ()
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         names = [one.family for one in self.families]
         twice = sorted({name for name in names if names.count(name) > 1})
         check(not twice, f"families: {', '.join(twice)} more than once")

@@ -25,9 +25,7 @@ class CurriculumConfig:
     """Which difficulties of a family are played."""
 
     levels: tuple[int, ...]  # from easy to hard
-    promote: float | None = (
-        None  # success from which on the next level is played; null: all in turn
-    )
+    promote: float | None = None  # success from which the next level is played; null: all in turn
     demote: float | None = None  # success down to which the level before is; null: never
     memory: int = 64  # tasks of a level that its success is the mean of
 

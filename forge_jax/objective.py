@@ -6,10 +6,7 @@ from forge_jax.loading import check
 
 KINDS = ("cispo", "clip", "gspo", "decoupled", "tis", "reinforce")
 CAPPED = ("cispo", "decoupled", "tis")  # those that look at ratio_cap
-RECOMPUTED = (
-    "decoupled",
-    "tis",
-)  # those that need the trainer's own log-probs beside the sampler's
+RECOMPUTED = ("decoupled", "tis")  # those that need the trainer's log-probs beside the sampler's
 ANCHORS = ("sampler", "trainer")
 PER = ("token", "sample", "episode", "group", "constant")
 RATIO_CAP = 5.0  # the default of ratio_cap
