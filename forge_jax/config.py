@@ -11,14 +11,14 @@ from forge_jax.domains import Domain as Domain
 from forge_jax.domains import DomainConfig as DomainConfig
 from forge_jax.domains import FilterConfig as FilterConfig
 from forge_jax.domains import StageConfig as StageConfig
-from forge_jax.domains import check_domains, check_filter, check_stages
+from forge_jax.domains import check_domains, check_filter, check_rewards, check_stages
 from forge_jax.domains import mixture as mixture
 from forge_jax.drawing import COLDEST, HOTTEST
 from forge_jax.loading import UserError as UserError
 from forge_jax.loading import check as check
 from forge_jax.loading import load as load
 from forge_jax.managing import ContextConfig as ContextConfig
-from forge_jax.objective import RATIO_CAP, check_cap
+from forge_jax.objective import RATIO_CAP, check_cap, check_kl
 from forge_jax.objective import LossConfig as LossConfig
 from forge_jax.parts import ADAPTABLE as ADAPTABLE
 from forge_jax.parts import BudgetConfig as BudgetConfig
@@ -213,6 +213,7 @@ class TrainConfig:
         check(self.steps >= 0, f"steps={self.steps} must be >= 0")
         check_domains(self.task, self.domains, self.sched.shares == "admitted")
         check_filter(self.filter, self.domains)
+        check_rewards(self.reward, self.mixture)
         check_stages(self.stages, self.domains)
         sched = self.sched
         fixed = sched.shares == "items" and sched.lag_updates is None and sched.tune is None
@@ -237,10 +238,16 @@ class TrainConfig:
             self.context is None or self.task is not None,
             "context goes with task, not with domains, whose families manage theirs",
         )
+        check(
+            self.agent is None or self.sched.tool_seconds is None,
+            f"sched.tool_seconds={self.sched.tool_seconds} is of tools of a white-box agent: an "
+            "agent that is a program calls its own",
+        )
         check(self.seed >= 0, f"seed={self.seed} must be >= 0")
         check(self.dtype in DTYPES, f"dtype={self.dtype!r} must be one of {DTYPES}")
         check(self.remat in REMAT, f"remat={self.remat!r} must be one of {REMAT}")
         check_cap(self.loss, self.ratio_cap)
+        check_kl(self.loss, self.sched.updates * self.sched.epochs)
         check(
             COLDEST <= self.temperature <= HOTTEST,
             f"temperature={self.temperature} must be from {COLDEST:g} to {HOTTEST:g} to train",

@@ -6,17 +6,18 @@ beside the others is refused by name.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from forge_jax.crediting import RewardConfig
 from forge_jax.loading import UserError, check
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 # What other keys of metrics and summaries end in, where those of a domain end in its name.
 TAKEN = (
-    "after", "before", "bound", "constant", "dropped", "expired", "first", "forgotten", "format",
-    "last", "max",
-    "mean", "outcome", "process", "requeued", "sampled", "speed", "total", "trained", "unique",
+    "after", "before", "bound", "ci", "collect", "constant", "dropped", "expired", "first",
+    "forgotten", "format", "last", "max", "mean", "outcome", "process", "requeued", "sampled",
+    "speed", "total", "trained", "unique", "update",
 )  # fmt: skip
 
 
@@ -186,3 +187,10 @@ def check_filter(filters: FilterConfig, domains: Mapping[str, DomainConfig] | No
         filters.solved is None or again,
         f"filter.solved={filters.solved} needs tasks=N of a domain: no other tasks come again",
     )
+
+
+def check_rewards(reward: RewardConfig, domains: Sequence[Domain]) -> None:
+    """Raises ValueError where a family has rewards of its own and no tasks."""
+    known = [domain.family for domain in domains]
+    for own in reward.families:
+        check(own.family in known, f"reward.families: {own.family} is none of the run's: {known}")

@@ -99,3 +99,13 @@ def check_cap(loss: LossConfig, ratio_cap: float) -> None:
         loss.kind in CAPPED or ratio_cap == RATIO_CAP,
         f"ratio_cap={ratio_cap} is not looked at by loss.kind={loss.kind}",
     )
+
+
+def check_kl(loss: LossConfig, updates: int) -> None:
+    """Raises ValueError where the divergence is from the very weights of the only update of a
+    batch, and so is 0, with a gradient of 0."""
+    check(
+        not (loss.kl and loss.recomputed and updates == 1),
+        f"loss.kl={loss.kl} is of the trainer before the batch, and sched.updates and sched.epochs "
+        "of 1 leave nothing between: raise one, or set loss.anchor=sampler",
+    )

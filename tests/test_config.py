@@ -90,6 +90,13 @@ def test_shares_of_domains_are_parts_of_the_whole() -> None:
         ({**MIXED, "domains": {}}, "domains={} must name at least one"),
         ({**MIXED, "domains": {"Q A": {}}}, "domains.Q A: a name has letters"),
         ({**MIXED, "domains": {"expired": {}}}, "domains.expired: a name has letters"),
+        ({**MIXED, "domains": {"update": {}}}, "domains.update: a name has letters"),
+        ({"loss": {"kind": "tis", "kl": 0.1}}, "loss.kl=0.1 is of the trainer before the batch"),
+        ({"reward": {"families": [{"family": "qa"}]}}, "reward.families: qa is none of the run's"),
+        (
+            {"agent": {"command": ["program", "{prompt}"]}, "sched": {"tool_seconds": 1}},
+            "sched.tool_seconds=1.0 is of tools of a white-box agent",
+        ),
         ({**MIXED, "domains": {"qa": {"share": 0}}}, "domains.qa: share=0.0 must be a number > 0"),
         ({**MIXED, "domains": {"qa": {"speed": 2}}}, "unknown key domains.qa.speed=2"),
         (
@@ -136,6 +143,12 @@ def test_shares_of_domains_are_parts_of_the_whole() -> None:
 def test_what_does_not_fit_is_refused_by_name(extra: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         load(TrainConfig, RUN | extra)
+
+
+def test_a_divergence_from_the_trainer_counts_once_there_are_updates_between() -> None:
+    loss = {"loss": {"kind": "tis", "kl": 0.1}}
+    for more in ({"sched": {"updates": 2}}, {"sched": {"epochs": 2}}, {"loss": {"kl": 0.1}}):
+        load(TrainConfig, RUN | loss | more)
 
 
 def test_a_missing_key_is_named() -> None:

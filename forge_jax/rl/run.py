@@ -17,7 +17,6 @@ from typing import Any
 
 from rich.console import Console
 
-from forge_jax.agents.families import family_of
 from forge_jax.agents.limits import WorldLimits
 from forge_jax.agents.protocol import Agent
 from forge_jax.config import RolloutConfig, TrainConfig, UserError
@@ -61,8 +60,6 @@ def train(
     began, model = time.monotonic(), prepared(cfg, model)
     agents = agents_of(cfg)
     lanes_of(cfg), sources_of(cfg)  # what does not go together is said before the warm start
-    for own in cfg.reward.families:
-        family_of(own.family)
     check_model(cfg.rollout, model.cfg)
     over_places(cfg.rollout, cfg.mesh.places * cfg.mesh.context)  # said before the warm start
     pool = pool_of(cfg.pool, folder)  # and so is this
