@@ -69,7 +69,8 @@ class Keeper:
         run.bars.update(self._bar, completed=number, shown=shown(step.row))
         self._unsaved = (number, step.state, step.cursors)
         if number % run.cfg.checkpoint_every == 0 or number == run.cfg.steps:
-            self.save(number, step.state, step.cursors)
+            if number == run.cfg.steps or not run.cfg.sched.hold_updates:  # as `stop`
+                self.save(number, step.state, step.cursors)
             so_far = {"eval_before": self.totals.eval_before}
             draw_curves(run.folder / "curves.png", run.reporter.rows, so_far)
             if step.batch.trees:
