@@ -40,7 +40,9 @@ class Guard:
         self._gradient: Any = None  # of the step before, with `cosine`
         self._cosine: float | None = None
         for row in rows:
-            self._count(row["stepped"], row.get("skipped"), row.get("grad_norm"))
+            whole = (row["stepped"], row.get("skipped"), row.get("grad_norm"))
+            for stepped, skipped, norm in row.get("judged", [whole]):
+                self._count(stepped, skipped, norm)
 
     def judge(self, samples: Sequence[Sample]) -> Judge:
         """Why a step of `samples` is not to be taken, None if it is, as `step.update` asks."""
@@ -101,6 +103,15 @@ class Guard:
                 f"the last because of {self._last}: nothing is learnt any more; see `skipped` in "
                 "metrics.jsonl"
             )
+
+
+def judged(found: Sequence[Updated]) -> dict[str, Any]:
+    """What a row of metrics says of each update of a batch, where it had several: whether it was
+    taken, why not, and, of those taken, the norm of the gradient."""
+    if len(found) == 1:
+        return {}
+    each = [[one.stepped, one.skipped, one.grad_norm if one.stepped else None] for one in found]
+    return {"judged": each}
 
 
 @jax.jit

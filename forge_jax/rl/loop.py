@@ -21,7 +21,7 @@ from forge_jax.rl.averages import averaged
 from forge_jax.rl.collect import Collector, Taken
 from forge_jax.rl.costs import observe, prior, trusted
 from forge_jax.rl.credit import LeftOut, credited, group_samples, left_out
-from forge_jax.rl.guard import Guard
+from forge_jax.rl.guard import Guard, judged
 from forge_jax.rl.hold import Held
 from forge_jax.rl.measure import batch_row, drafts_row, episode_row, lineage_row, version_row
 from forge_jax.rl.mixture import domain_row
@@ -34,7 +34,7 @@ from forge_jax.rl.state import TrainState
 from forge_jax.rl.step import StepConfig, Updated
 from forge_jax.rl.stopping import unless
 from forge_jax.rl.tuning import retune
-from forge_jax.rl.updates import Minibatch, compared, dealt, laid, together
+from forge_jax.rl.updates import Minibatch, compared, dealt, laid, together, token_counts
 from forge_jax.rollout.policy import PolicyEngine
 from forge_jax.sched.cost import CostModel, Fit
 from forge_jax.sched.pack import micro_batches
@@ -159,7 +159,7 @@ async def reinforce(
                 await engine.swap(*due)
             collector.updated()
             row = {"step": step} | episode_row(taken) | lineage_row(taken)
-            row |= reward_row(taken, scorer)
+            row |= await asyncio.to_thread(reward_row, taken, scorer)
             row |= batch_row(batch.left_out, batch.samples, batch.trees)
             row |= drafts_row(before, engine.stats())
             row |= trained | {"seconds_collect": collected - began}
@@ -200,14 +200,13 @@ def train_step(
     done = together(found, len(batch.minibatches))
     row |= {"stepped": done.stepped, "updates": sum(one.stepped for one in found)}
     row["skipped"] = done.skipped
-    row["tokens_skipped"] = len(done.logp) if done.skipped else 0
-    if done.skipped:
-        row["tokens_trained"] = 0
+    row |= token_counts(found, len(batch.minibatches)) | judged(found)
     if done.stepped or done.skipped not in (None, Skip.NON_FINITE):
         row |= {"loss": done.loss, "grad_norm": done.grad_norm} | done.metrics
         row |= staleness_row(batch.samples, batch.turns, done.logp, done.index, step - 1)
         first = batch.minibatches[0]  # the one that the weights of version step - 1 computed
         whose = batch.samples[: first.samples], batch.turns[: first.samples]
-        row |= audit.gap(*whose, first.parts, step - 1, found[0], cfg)
+        if found[0].skipped is not Skip.NON_FINITE:
+            row |= audit.gap(*whose, first.parts, step - 1, found[0], cfg)
     audit.remember(step, state.params)
     return state, row

@@ -113,8 +113,8 @@ def batch_row(
 ) -> dict[str, Any]:
     """What was trained: token counts of the merged batch, and of what was `left` out of it.
 
-    `tokens_sampled` of the consumed items = `tokens_trained` + all ``tokens_left_out_*``; where the
-    step is skipped its tokens are in `tokens_skipped`, and none is in `tokens_trained`.
+    `tokens_sampled` of the consumed items = `tokens_trained` + all ``tokens_left_out_*``; where
+    updates are skipped, their tokens are in `tokens_skipped` and not in `tokens_trained`.
     """
     total = sum(len(s.tokens) for s in samples)
     trees = [forest_of(part) for part in batches]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from forge_jax.config import Skip
 from forge_jax.rl.anchors import anchored
 from forge_jax.rl.forward import StepConfig
 from forge_jax.rl.parallel import logprobs
@@ -83,13 +84,15 @@ def compared(
 
 def together(done: Sequence[Updated], minibatches: int) -> Updated:
     """What the updates of a batch came to: means of numbers, and the log-probs of the first pass,
-    each under the weights before its own update.
+    each under the weights before its own update; both of what was finite, if anything was.
 
     `skipped` is why the first of them was that was.
     """
     if len(done) == 1:
         return done[0]
-    told = [one for one in done if one.metrics] or list(done)
+    finite = [one for one in done if one.skipped is not Skip.NON_FINITE]
+    told = [one for one in finite if one.metrics] or list(done)
+    shown = [one for one in done[:minibatches] if one in finite] or done[:minibatches]
     metrics = {
         name: (max if name == "ratio_max" else np.mean)([float(one.metrics[name]) for one in told])
         for name in told[0].metrics
@@ -101,7 +104,16 @@ def together(done: Sequence[Updated], minibatches: int) -> Updated:
         loss=float(np.mean([one.loss for one in told])),
         grad_norm=float(np.mean([one.grad_norm for one in told])),
         metrics={name: float(value) for name, value in metrics.items()},
-        logp=np.concatenate([one.logp for one in done[:minibatches]]),
-        index=np.concatenate([one.index for one in done[:minibatches]]),
+        logp=np.concatenate([one.logp for one in shown]),
+        index=np.concatenate([one.index for one in shown]),
         seconds=sum(one.seconds for one in done),
     )
+
+
+def token_counts(done: Sequence[Updated], minibatches: int) -> dict[str, int]:
+    """Of the tokens of a batch, those that any of its updates took and those that were skipped."""
+    counts = {"tokens_trained": 0, "tokens_skipped": 0}
+    for at in range(minibatches):
+        taken = any(one.stepped for one in done[at::minibatches])
+        counts["tokens_trained" if taken else "tokens_skipped"] += len(done[at].logp)
+    return counts

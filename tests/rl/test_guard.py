@@ -1,7 +1,8 @@
 """A step beyond a limit leaves the state as it is, to the bit; what is not finite never gets in."""
 
 import dataclasses
-from typing import Any
+import json
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,10 @@ from forge_jax.rl import step
 from forge_jax.rl.audit import Audit
 from forge_jax.rl.costs import prior
 from forge_jax.rl.credit import turn_sample
-from forge_jax.rl.guard import FEWEST_NORMS, Guard, cosine
+from forge_jax.rl.guard import FEWEST_NORMS, Guard, cosine, judged
 from forge_jax.rl.loop import Prepared, train_step
 from forge_jax.rl.state import TrainState, create
-from forge_jax.rl.step import StepConfig, Updated
+from forge_jax.rl.step import Gathered, StepConfig, Updated
 from forge_jax.rl.updates import Minibatch
 from forge_jax.sched.cost import Fit
 
@@ -86,7 +87,7 @@ def test_a_row_tells_what_was_skipped_and_that_nothing_was_trained() -> None:
         assert int(state.step) == (0 if why else 1)
         assert (row["stepped"], row["skipped"]) == (why is None, why)
         assert row["tokens_skipped"] == (12 if why else 0)
-        assert row.get("tokens_trained") == (0 if why else None)  # None: as `batch_row` has it
+        assert row["tokens_trained"] == (0 if why else 12)
         assert row["age_share"] == pytest.approx({"1": 1 / 3, "2": 2 / 3})
         assert 1 / 12 <= row["ess_token"] < 0.999
         assert row["ratio_p50"] <= row["ratio_max"]
@@ -117,6 +118,27 @@ def test_the_run_ends_at_so_many_in_a_row_also_after_a_resume() -> None:
         last.row(skipped)
         with pytest.raises(UserError, match=r"protect\.most_skipped=3 .* because of ess"):
             last.check()
+
+
+def test_each_update_of_a_batch_counts_also_after_a_resume() -> None:
+    batches, cfg = FEWEST_NORMS // 2, ProtectConfig(norm_spike=3.0, most_skipped=2)
+    skipped = dataclasses.replace(DONE, stepped=False, skipped=Skip.KL, grad_norm=float("nan"))
+    found = Gathered(
+        grads={}, loss=0.0, metrics=cast(Any, None), logp=np.zeros(1), index=np.zeros(1, int),
+        seconds=0.0,
+    )  # fmt: skip
+    rows, guard = [], Guard(cfg)
+    for _ in range(batches):
+        done = [DONE, dataclasses.replace(DONE, grad_norm=3.0)]
+        for one in done:
+            guard.row(one)
+        rows.append({"stepped": True, "skipped": None, "grad_norm": 2.0} | judged(done))
+    for one in (guard, Guard(cfg, json.loads(json.dumps(rows)))):  # the median is 2, of all
+        assert [one.judge(SAMPLES)(found, norm) for norm in (5.9, 6.1)] == [None, Skip.GRAD_NORM]
+    rows.append({"stepped": True, "skipped": Skip.KL} | judged([DONE, skipped, skipped]))
+    with pytest.raises(UserError, match="most_skipped=2"):
+        Guard(cfg, rows).check()
+    assert judged([DONE]) == {}
 
 
 def test_the_cosine_is_of_one_gradient_and_the_next(caplog: pytest.LogCaptureFixture) -> None:

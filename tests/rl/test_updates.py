@@ -1,16 +1,18 @@
 """Several updates of one batch: what each is of, and what they compare with."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
 from small_policy import MODEL, packed, parameters
 from synthetic import agentic
 
-from forge_jax.config import LossConfig, SchedConfig
+from forge_jax.config import LossConfig, SchedConfig, Skip
 from forge_jax.rl.losses import clip
 from forge_jax.rl.parallel import gather, logprobs
-from forge_jax.rl.step import StepConfig
-from forge_jax.rl.updates import compared, dealt, laid
+from forge_jax.rl.step import StepConfig, Updated
+from forge_jax.rl.updates import compared, dealt, laid, together, token_counts
 
 
 @pytest.mark.parametrize("updates", [2, 3, 5])
@@ -74,3 +76,22 @@ def test_updates_are_of_whole_groups() -> None:
         SchedConfig(updates=9)
     with pytest.raises(ValueError, match="epochs=0"):
         SchedConfig(epochs=0)
+
+
+def of_place(place: int, **others: Any) -> Updated:
+    """An update of one token."""
+    told: dict[str, Any] = {"stepped": True, "loss": 1.0, "grad_norm": 2.0, "metrics": {"kl": 0.5}}
+    logp, index = np.full(1, -1.0, np.float32), np.full(1, place)
+    return Updated(**told | {"logp": logp, "index": index, "seconds": 0.0} | others)
+
+
+def test_what_is_not_finite_is_in_no_mean_and_each_token_counts_for_what_became_of_it() -> None:
+    spoilt = {"stepped": False, "skipped": Skip.NON_FINITE, "loss": np.nan, "grad_norm": np.nan}
+    done = [of_place(0), of_place(1, **spoilt, metrics={"kl": np.nan}), of_place(2)]
+    found = together(done, 3)
+    assert (found.stepped, found.skipped) == (True, Skip.NON_FINITE)
+    assert (found.loss, found.grad_norm, found.metrics) == (1.0, 2.0, {"kl": 0.5})
+    assert found.index.tolist() == [0, 2]
+    assert token_counts(done, 3) == {"tokens_trained": 2, "tokens_skipped": 1}
+    late = [of_place(0, stepped=False, skipped=Skip.ESS), of_place(0)]  # the second pass took it
+    assert token_counts(late, 1) == {"tokens_trained": 1, "tokens_skipped": 0}
