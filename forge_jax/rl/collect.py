@@ -69,7 +69,7 @@ class Collector:
     ):
         """`sources`, and `tunings` if any: one for each lane. `patience`: seconds that the pool's
         store may be away before StoreUnavailable ends the run. `constant`: whether a group says
-        nothing."""
+        nothing; asked in a thread."""
         self.lanes, self.sources, self.tunings = lanes, tuple(sources), tuple(tunings)
         self._pool = pool
         self._play = play
@@ -77,10 +77,10 @@ class Collector:
         self._filters, self._constant = filters, constant
         self.pool_retries = 0  # calls of the pool that were made again
         self._tasks: dict[int, Task] = {}  # of admitted, unconsumed numbers
-        self._stored: set[int] = set()  # numbers whose episodes the pool already holds
+        self._stored: dict[int, Task] = {}  # of numbers whose episodes the pool already holds
         self._running: dict[int, asyncio.Task[None]] = {}
         self._away = 0  # calls that wait for the pool's store
-        self._changed = asyncio.Event()
+        self._changed, self._deleting = asyncio.Event(), asyncio.Lock()
 
     def fill(self, workers: asyncio.TaskGroup) -> None:
         """Admits tasks while places are free and starts playing them."""
@@ -117,7 +117,7 @@ class Collector:
             task = self._tasks.pop(number)
             self.fill(workers)
             group = await self._durably(functools.partial(self._read, number))
-            silent = self._filters.constant and self._constant(group)
+            silent = self._filters.constant and await asyncio.to_thread(self._constant, group)
             if silent and tries[lane]:
                 tries[lane] -= 1
                 self.lanes.again(lane)
@@ -188,11 +188,11 @@ class Collector:
             return ()  # the pool has put the object aside; the caller counts the empty group
 
     def _start(self, number: int, workers: asyncio.TaskGroup) -> None:
-        if number in self._stored:
-            self._stored.discard(number)
+        stored, task = self._stored.pop(number, None), self._tasks[number]
+        if stored == task:
             self._finish(number)
-        else:
-            run = workers.create_task(self._run(number, self._tasks[number], workers))
+        else:  # the lost session may have given the number to another task
+            run = workers.create_task(self._run(number, task, workers, stored is not None))
             self._running[number] = run
             run.add_done_callback(lambda _: self._running.pop(number))
 
@@ -205,7 +205,10 @@ class Collector:
         for run in self._running.values():
             run.cancel()
 
-    async def _run(self, number: int, task: Task, workers: asyncio.TaskGroup) -> None:
+    async def _run(self, number: int, task: Task, workers: asyncio.TaskGroup, other: bool) -> None:
+        if other:  # what the pool has under the number is of another task
+            async with self._deleting:
+                await self._durably(lambda: self._pool.delete({number}))
         episodes = await self._play(number, task)
         if self.tunings:
             self.tunings[number % len(self.sources)].ended(episodes)
@@ -272,21 +275,24 @@ class Collector:
         unconsumed = [
             n for n in self._pool.items() if n in self._tasks or admitted_later(n, queues)
         ]
-        usable = {n for n in unconsumed if self._usable(n, version)}
-        self._pool.delete(set(unconsumed) - usable)
-        kept = [without_lost(lane, queues, usable) for lane in range(len(queues))]
+        found = {n: self._usable(n, version) for n in unconsumed}
+        usable = {n: task for n, task in found.items() if task is not None}
+        self._pool.delete(set(unconsumed) - usable.keys())
+        kept = [without_lost(lane, queues, usable.keys()) for lane in range(len(queues))]
         named = dict(zip(self.lanes.names, kept, strict=True))
-        if state["tuning"]:  # else the run did not tune before
-            for tuning, saved in zip(self.tunings, state["tuning"], strict=True):
-                tuning.restore(saved)
+        # One of the two is empty where only one of the sessions tunes.
+        for tuning, saved in zip(self.tunings, state["tuning"], strict=False):
+            tuning.restore(saved)
         self.lanes.restore({**state["lanes"], "queues": named})
         for source, saved in zip(self.sources, state["sources"], strict=True):
             source.restore(saved)
         ended = [self._number(at, n) for at, q in enumerate(self.lanes.queues) for n in q.finished]
-        self._stored = usable - set(ended)
+        self._stored = {n: task for n, task in usable.items() if n not in ended}
 
-    def _usable(self, number: int, version: int) -> bool:
+    def _usable(self, number: int, version: int) -> Task | None:
+        """Of which task the pool has a group that no later weights sampled; None: of none."""
         try:
-            return newest(self._pool.get(number)) <= version
+            group = self._pool.get(number)
         except CorruptObject:
-            return False
+            return None
+        return group[0].task if group and newest(group) <= version else None

@@ -108,6 +108,7 @@ def lane_sched(domain: Domain, cfg: TrainConfig) -> SchedConfig:
         return dataclasses.replace(
             sched,
             batch=batch if fixed or sched.synchronous else 1,
+            updates=1,  # of a batch of all domains, and no matter of one's queue
             in_flight=places,
             window=window if own.window is None else own.window,
             buffer=None if sched.buffer is None else part(sched.buffer),

@@ -5,6 +5,7 @@ lane l among L lanes has the number k L + l.
 """
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from forge_jax.types import Episode
@@ -17,7 +18,7 @@ def admitted_later(number: int, queues: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def without_lost(
-    lane: int, queues: Sequence[Mapping[str, Any]], usable: set[int]
+    lane: int, queues: Sequence[Mapping[str, Any]], usable: AbstractSet[int]
 ) -> dict[str, Any]:
     """The state of a lane's queue, in which what is finished and not `usable` runs again."""
     queue, lanes = queues[lane], len(queues)

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_policy import make_turn
@@ -128,3 +129,29 @@ def test_no_deadline_ends_a_group_that_waits_for_the_pool(
     assert len(found) == 2
     assert sum(one.given_up().values()) == 0
     assert one.pool_retries == 1
+
+
+def test_a_number_that_the_lost_session_gave_to_another_task_is_played_for_its_own(
+    tmp_path: Path,
+) -> None:
+    sched = SchedConfig(batch=1, in_flight=2, window=1, head_seconds=SECONDS, requeue=True)
+    first = collector(tmp_path, Players(hangs=1), sched)
+
+    async def lost() -> dict[str, Any]:
+        async with asyncio.timeout(20), asyncio.TaskGroup() as workers:
+            first.fill(workers)
+            state = first.state()  # 0 and 1 are admitted; then 0 hangs, and comes again as another
+            for _ in range(3):
+                await first.take(workers)
+            first.cancel()
+        return state
+
+    state = asyncio.run(lost())
+    players = Players(hangs=0)
+    patient = SchedConfig(batch=1, in_flight=2, window=1)
+    second = collector(tmp_path, players, patient)
+    second.restore(state, version=0)
+    found = asyncio.run(taken(second, 4))
+    source = DomainTasks("hop", seed=0)
+    tasks = [next(source) for _ in range(10)]
+    assert [item.episodes[0].task for item in found] == [tasks[item.number] for item in found]

@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import json
 import math
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -233,3 +234,18 @@ def test_sizes_that_do_not_go_together_are_refused(change: dict[str, Any], named
     with pytest.raises(UserError, match=named):
         lanes_of(cfg)
     assert math.isclose(sum(domain.share for domain in cfg.mixture), 1)
+
+
+@pytest.mark.parametrize("shares", ["items", "tokens"])
+def test_updates_are_of_the_whole_batch_whatever_a_domain_has_of_it(shares: str) -> None:
+    lanes = lanes_of(mixed(shares=shares, updates=8))
+    assert sum(lanes.left) == 8
+
+
+def test_the_filter_looks_at_a_group_beside_the_event_loop(tmp_path: Path) -> None:
+    asked: list[int] = []
+    one = collector(mixed(FilterConfig(constant=True, tries=1)), tmp_path, Players(0))
+    one._constant = lambda group: bool(asked.append(threading.get_ident()))
+    asyncio.run(updates(one, 1))
+    assert len(asked) == 8
+    assert threading.get_ident() not in asked
