@@ -13,7 +13,7 @@ from forge_jax.agents.split import draw_from, held_out
 from forge_jax.agents.tasks import desk
 from forge_jax.agents.tasks.desk_state import TOOLS, Order, State, use
 
-PERFECT = desk.Noise(wrong=0.0, lazy=0.0)
+PERFECT = desk.Noise(lazy=0.0)
 
 
 def content(wish: dict[str, Any]) -> str:

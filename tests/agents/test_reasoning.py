@@ -32,7 +32,7 @@ def test_training_and_held_out_questions_never_meet_and_repeat(family: str) -> N
     held = [world.entry["question"] for world in worlds("eval", family, 20)]
     rng = np.random.default_rng(0)
     played = [family_of(family).play(rng)[0].messages[0]["content"] for _ in range(40)]
-    asked = {text.removesuffix(reasoning.ASK) for text in played}
+    asked = {text.removeprefix(reasoning.ASK) for text in played}
     assert not (set(train) | asked) & set(held)
     assert train == [world.entry["question"] for world in worlds("train", family, 60)]
 
@@ -52,7 +52,7 @@ def test_play_wins_as_often_as_it_is_meant_to() -> None:
     def won(noise: Noise) -> float:
         rng, found = np.random.default_rng(1), []
         for _ in range(200):
-            world = reasoning.drawn("train", tuple(CHOSEN), 0, rng)
+            world = reasoning.drawn("train", CHOSEN, 0, rng)
             (call,) = reasoning.script(world, rng, noise)
             found.append(score(world, call.reply["content"]) == 1)
         return float(np.mean(found))

@@ -36,7 +36,7 @@ MAX_TURNS = 12
 MAX_TOKENS = 40  # of one reply
 CUSTOMERS = ("Ann", "Bob", "Eve", "Fay", "Gus", "Hal", "Ida", "Jon", "Kim", "Leo")
 ITEMS = ("cup", "pen", "hat", "bag", "map", "key", "fan", "box", "rug", "jar")
-CITIES = ("Bonn", "Cork", "Lima", "Nara", "Oslo", "Rome")
+CITIES = ("Metz", "Nara", "Oslo", "Pisa", "Vigo", "York")  # of other initials than customers
 CANCEL, REDIRECT, REFUND = "cancel", "redirect", "refund"
 
 
@@ -51,7 +51,7 @@ class Level:
 
 
 LEVELS = (
-    Level(customers=2, orders=2, wishes=1),
+    Level(customers=2, orders=1, wishes=1),
     Level(customers=3, orders=3, wishes=2),
     Level(customers=5, orders=4, wishes=3, sent=True),
 )
@@ -61,8 +61,7 @@ LEVELS = (
 class Noise:
     """How often the script errs; the default wins about 0.6 of its level 0 episodes."""
 
-    wrong: float = 0.05  # takes another order of the customer, which teaches to misread
-    lazy: float = 0.36  # leaves a wish undone
+    lazy: float = 0.38  # leaves a wish undone; a wrong order would teach to misread
 
 
 NOISE = Noise()
@@ -90,7 +89,7 @@ class Wish:
     def told(self, orders: Mapping[int, Order]) -> str:
         order = orders[self.order]
         to = f" to {self.city}" if self.city else ""
-        verb = {CANCEL: "Cancel", REDIRECT: "Redirect", REFUND: "Refund"}[self.kind]
+        verb = {CANCEL: "Cancel", REDIRECT: "Send", REFUND: "Refund"}[self.kind]
         return f"{verb} {order.customer}'s {order.item}{to}."
 
 
@@ -204,11 +203,7 @@ def script(world: Desk, rng: np.random.Generator, noise: Noise) -> tuple[Scripte
     for wish in world.wishes:
         customer = state.orders[wish.order].customer
         act("find_orders", {"customer": customer})
-        if rng.random() < noise.lazy:
-            continue
-        if rng.random() < noise.wrong:
-            own = [n for n, o in state.orders.items() if o.customer == customer and n != wish.order]
-            wish = Wish(kind=wish.kind, order=int(rng.choice(own)), city=wish.city)
-        act(*wish.step(state.orders))
+        if rng.random() >= noise.lazy:
+            act(*wish.step(state.orders))
     reply: Message = {"role": "assistant", "content": "done"}
     return (*calls, ScriptedCall(messages=context.messages, tools=world.tools, reply=reply))

@@ -1,17 +1,22 @@
 """qa: answer a question about a short text, from sentences that have to be put together.
 
-A seed makes a text about who lives where, and a question whose answer is one word:
+A seed makes a text about people, and a question whose answer is one word:
 
-    Bob lives in Oslo. Ann lives with Bob. Eve lives in Lima. Where does Ann live? One word.
+    One word: Bob lives in Oslo. Ann lives with Bob. Eve lives in Rome. Where does Ann live?
     Oslo
 
 Sentences come in random order. Levels are rows of LEVELS: people in the text, how many sentences
 lead to the answer at most, sentences that have nothing to do with it, and whether "How many people
-live in Oslo?" is asked, too, for which the whole text has to be read. There are no tools. The
-reward is 1 if and only if the last line of the reply is the answer, whatever its case and
-punctuation.
+live in Oslo?" is asked, too, for which the whole text has to be read. Level 0 is about one person,
+of whom any of three things is asked, so that finding what the question is about is all there is:
 
-Level 0 has 1.3 million texts. Held-out texts are never trained on, though their sentences are.
+    One word: Ann is 34. Ann lives in Rome. How old is Ann?
+    34
+
+There are no tools. The reward is 1 if and only if the last line of the reply is the answer,
+whatever its case and punctuation.
+
+Level 0 has 51,840 texts. Held-out texts are never trained on, though their sentences are.
 """
 
 import re
@@ -27,12 +32,17 @@ from forge_jax.agents.white_box import ToolLoop
 from forge_jax.types import Task
 
 MAX_TOKENS = 32  # of the reply
+ASK = "One word: "
+# Names and places begin with letters of their own, which tell them apart without a vocabulary.
 NAMES = ("Ann", "Bob", "Cal", "Dan", "Eve", "Fay", "Gus", "Hal", "Ida", "Jon", "Kim", "Leo")
-PLACES = ("Bonn", "Cork", "Graz", "Lima", "Nara", "Oslo", "Pisa", "Rome")
+PLACES = ("Metz", "Nara", "Oslo", "Pisa", "Rome", "Suva", "Vigo", "York")
 TASTES = ("tea", "chess", "jazz", "rain", "bread", "maps")
 LIVES_IN = re.compile(r"(\w+) lives in (\w+)\.")
 LIVES_WITH = re.compile(r"(\w+) lives with (\w+)\.")
+AGED = re.compile(r"(\w+) is (\d+)\.")
 WHERE = re.compile(r"Where does (\w+) live\?")
+HOW_OLD = re.compile(r"How old is (\w+)\?")
+WHO = re.compile(r"Who is (\d+)\?")
 UNKNOWN = "unknown"
 HOW_MANY = re.compile(r"How many people live in (\w+)\?")
 
@@ -45,10 +55,11 @@ class Level:
     sentences: int  # that lead to the answer, at most
     asides: int = 0  # sentences about something else
     counted: bool = False  # every second question is how many live somewhere
+    ages: bool = False  # are told, too, and asked about
 
 
 LEVELS = (
-    Level(people=3, sentences=1),
+    Level(people=1, sentences=1, ages=True),
     Level(people=4, sentences=2, asides=2),
     Level(people=7, sentences=3, asides=4, counted=True),
 )
@@ -56,9 +67,9 @@ LEVELS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """How often the script errs; the default wins 0.6 of its level 0 episodes."""
+    """How often the script errs; the default wins 0.64 of its level 0 episodes."""
 
-    shy: float = 0.4  # says that it does not know
+    shy: float = 0.36  # says that it does not know
 
 
 NOISE = Noise()
@@ -72,7 +83,7 @@ class Qa:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        return ({"role": "user", "content": f"{self.text} One word."},)
+        return ({"role": "user", "content": f"{ASK}{self.text}"},)
 
     @property
     def tools(self) -> tuple[Tool, ...]:
@@ -93,6 +104,11 @@ class Qa:
     def answer(self) -> str:
         if asked := WHERE.search(self.text):
             return self.homes[asked[1]]
+        ages = dict(AGED.findall(self.text))
+        if asked := HOW_OLD.search(self.text):
+            return ages[asked[1]]
+        if asked := WHO.search(self.text):
+            return next(name for name, age in ages.items() if age == asked[1])
         asked = HOW_MANY.search(self.text)
         assert asked is not None
         return str(list(self.homes.values()).count(asked[1]))
@@ -126,14 +142,16 @@ def draw(rng: np.random.Generator, level: int = 0) -> str:
         else:
             depth[name] = 1
             said.append(f"{name} lives in {places[i % len(places)]}.")
+    ages = [str(age) for age in rng.permutation(np.arange(10, 100))[: row.people]]
+    if row.ages:
+        said += [f"{name} is {age}." for name, age in zip(people, ages, strict=True)]
     asides = [f"{rng.choice(people)} likes {rng.choice(TASTES)}." for _ in range(row.asides)]
     text = " ".join(str(sentence) for sentence in rng.permutation([*said, *asides]))
-    asked = (
-        f"How many people live in {places[0]}?"
-        if counting
-        else f"Where does {people[steps - 1]} live?"
-    )
-    return f"{text} {asked}"
+    if counting:
+        return f"{text} How many people live in {places[0]}?"
+    name, age = people[steps - 1], ages[steps - 1]
+    questions = (f"Where does {name} live?", f"How old is {name}?", f"Who is {age}?")
+    return f"{text} {questions[rng.integers(3) if row.ages else 0]}"
 
 
 def world_of(task: Task) -> Qa:

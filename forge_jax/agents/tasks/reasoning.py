@@ -1,14 +1,14 @@
 """reasoning: short questions of reasoning-gym's generators, judged by its own scorers.
 
-`reasoning` asks questions of CHOSEN, small enough for the quick model; of `reasoning:gcd+syllogism`
-any generators by name, each as often. A question is made by a generator, a level and a
+`reasoning` asks questions of CHOSEN, small enough for the quick model; `reasoning:gcd+syllogism`
+those of any generators by name, each as often. A question is made by a generator, a level and a
 number alone; the reply is to end with the answer between tags:
 
-    State the final answer to the following arithmetic problem: 5 + 7 =
-    <answer>12</answer>
+    End with <answer>...</answer>. Spell this word backward (example: sun -> nus): map
+    <answer>pam</answer>
 
 The reward is the scorer's, 1 for a right answer; some scorers give a part of it to a nearly right
-one. Level 0 is the generator's own setting, or what CHOSEN says; the levels above are those of the
+one. Level 0 is the generator's own setting, or what SMALL says; the levels above are those of the
 generator's curriculum.
 
 Held-out questions are never trained on, word by word. Generators of GUARDED are refused: their
@@ -33,7 +33,8 @@ from forge_jax.config import UserError
 from forge_jax.types import Task
 
 FAMILY = "reasoning"
-CHOSEN: Mapping[str, Mapping[str, int]] = MappingProxyType(
+CHOSEN = ("spell_backward",)  # which has to be copied, not known
+SMALL: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
         "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
         "gcd": {"max_numbers": 2, "max_value": 9},
@@ -50,14 +51,14 @@ MAX_TOKENS = 2048  # of the reply, which may think first
 QUESTIONS = 1 << 31  # of a generator
 TRIES = 1000  # to find a question of a split: a generator may have few
 UNKNOWN = "unknown"
-ASK = " End with <answer>...</answer>."
+ASK = "End with <answer>...</answer>. "  # in front, where the answer is not far from what is asked
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """How often the script errs; the default wins 0.6 of its episodes."""
+    """How often the script errs; the default wins 0.64 of its episodes."""
 
-    shy: float = 0.4  # says that it does not know
+    shy: float = 0.36  # says that it does not know
 
 
 NOISE = Noise()
@@ -79,7 +80,7 @@ class Question:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        return ({"role": "user", "content": self.entry["question"] + ASK},)
+        return ({"role": "user", "content": ASK + self.entry["question"]},)
 
     @property
     def tools(self) -> tuple[Tool, ...]:
@@ -115,7 +116,7 @@ def dataset(generator: str, level: int) -> Any:
         raise UserError(f"task={FAMILY}:{generator}: {why}; known: {known}")
     try:
         if level == 0:
-            settings = CHOSEN.get(generator, {})
+            settings = SMALL.get(generator, {})
             return create_dataset(generator, seed=0, size=QUESTIONS, **settings)
         if not 0 < level <= MAX_LEVEL or generator not in CURRICULA:
             raise ValueError(f"it has levels 0 to {MAX_LEVEL if generator in CURRICULA else 0}")
@@ -140,7 +141,7 @@ def drawn(split: str, names: tuple[str, ...], level: int, rng: np.random.Generat
 def names_of(family: str) -> tuple[str, ...]:
     """The generators of a family's name. Raises UserError on one that cannot be used."""
     _, _, given = family.partition(":")
-    names = tuple(given.split("+")) if given else tuple(CHOSEN)
+    names = tuple(given.split("+")) if given else CHOSEN
     for name in names:
         dataset(name, 0)
     return names
