@@ -86,3 +86,6 @@ def test_a_level_that_a_family_lacks_is_refused() -> None:
         DomainTasks("calc", 0, curriculum=CurriculumConfig(levels=(0, 3)))
     with pytest.raises(UserError, match="level=1 of task='hop'"):
         DomainTasks("hop", 0, curriculum=CurriculumConfig(levels=(1,)))
+    DomainTasks("reasoning", 0, curriculum=CurriculumConfig(levels=(0, 5)))
+    with pytest.raises(UserError, match=r"level=6 of task=reasoning:gcd: .* 0 to 5"):
+        DomainTasks("reasoning:gcd", 0, curriculum=CurriculumConfig(levels=(0, 6)))

@@ -17,6 +17,13 @@ def test_a_model_elsewhere_is_cut_by_nobody_here() -> None:
     assert "mesh goes with a model served here, not with url=" in refused(evaluate, *overrides)
 
 
+def test_levels_that_a_family_lacks_are_refused(tmp_path: Path) -> None:
+    elsewhere = ("model=any", "task=qa", "level=3", "url=http://127.0.0.1:9/v1")
+    assert "level=3 of task='qa' must be from 0 to 2" in refused(evaluate, *elsewhere)
+    mixed = ("task=mixed", "+domains.hop.curriculum.levels=[0,1]", f"hydra.run.dir={tmp_path}/run")
+    assert "level=1 of task='hop' must be from 0 to 0" in refused(train, *mixed)
+
+
 def test_an_endpoint_that_does_not_answer_is_no_score() -> None:
     overrides = ("model=any", "task=hop", "episodes=2", "url=http://127.0.0.1:9/v1")
     run = start(*overrides, python=("-m", "experiments.eval"))
