@@ -106,6 +106,7 @@ LEVELS: Mapping[str, int] = MappingProxyType(
     {
         "calc": len(calc.LEVELS),
         "desk": len(desk.LEVELS),
+        "hop_slow": len(hop_slow.LEVELS),
         "maze": len(maze.LEVELS),
         "qa": len(qa.LEVELS),
         "wiki": len(wiki.LEVELS),

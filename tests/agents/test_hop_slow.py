@@ -12,8 +12,8 @@ from forge_jax.agents.tasks import hop, hop_slow
 from forge_jax.types import Task
 
 
-def task(seed: int, split: str = "train") -> Task:
-    return Task(family="hop_slow", seed=seed, split=split)
+def task(seed: int, split: str = "train", level: int = 0) -> Task:
+    return Task(family="hop_slow", seed=seed, split=split, level=level)
 
 
 def waited(world: Any, name: str, key: Any) -> tuple[str | None, list[float]]:
@@ -40,10 +40,12 @@ def test_a_lookup_waits_as_long_as_its_task_says_and_held_out_ones_do_not() -> N
         assert hop_slow.seconds_of(task(seed, "eval")) == 0
 
 
-def test_waits_are_spread_around_their_mean() -> None:
-    seconds = np.array([hop_slow.seconds_of(task(seed)) for seed in range(2000)])
-    assert 0.8 * hop_slow.MEAN_SECONDS < seconds.mean() < 1.1 * hop_slow.MEAN_SECONDS
-    assert seconds.max() == hop_slow.LONGEST_SECONDS
+@pytest.mark.parametrize("level", range(len(hop_slow.LEVELS)))
+def test_waits_are_spread_around_their_mean(level: int) -> None:
+    mean, longest = hop_slow.LEVELS[level]
+    seconds = np.array([hop_slow.seconds_of(task(seed, level=level)) for seed in range(2000)])
+    assert 0.8 * mean < seconds.mean() < 1.1 * mean
+    assert seconds.max() == longest
     assert np.median(seconds) < 0.75 * seconds.mean()
 
 

@@ -5,8 +5,8 @@ by a Z, and the answer is the digit at the end and then the letter at the beginn
 
     Zi   ?i   =l   ?l   =b   ?b   =a   ?a   =3   !3i
 
-Every lookup of a training task takes as long as the task's seed says: log-normal, of mean
-MEAN_SECONDS, cut at LONGEST_SECONDS. It waits, and computes nothing: what is slow is the world, not
+Every lookup of a training task takes as long as the task's seed says: log-normal, with mean and cut
+by the level, a row of LEVELS. It waits, and computes nothing: what is slow is the world, not
 the machine. All rollouts of a task wait alike, so a group is as slow as its task. Held-out tasks do
 not wait, which changes nothing that the model sees.
 
@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 
 from forge_jax.agents.protocol import Message, ScriptedCall, Tool
-from forge_jax.agents.split import content_of, draw_from
+from forge_jax.agents.split import content_of, draw_from, level_of
 from forge_jax.agents.tasks import hop
 from forge_jax.agents.white_box import ToolLoop
 from forge_jax.types import Task
 
 MAX_TURNS = 7
-MEAN_SECONDS, SIGMA, LONGEST_SECONDS = 0.4, 1.0, 3.0  # of a lookup
+LEVELS = ((0.4, 3.0), (2.0, 15.0))  # mean seconds of a lookup, and the longest
+SIGMA = 1.0
 NOISE = hop.Noise(early=0.1)  # wins 0.58 of its episodes
 SLOWNESS = 0x510  # in the seed of how long a task's lookups take
 
@@ -74,10 +75,11 @@ def draw(rng: np.random.Generator) -> str:
 
 def seconds_of(task: Task) -> float:
     """How long a lookup of a task takes."""
+    mean, longest = LEVELS[level_of(task, len(LEVELS))]
     if task.split == "eval":
         return 0.0
     drawn = np.random.default_rng([SLOWNESS, task.seed]).lognormal(-(SIGMA**2) / 2, SIGMA)
-    return min(MEAN_SECONDS * float(drawn), LONGEST_SECONDS)
+    return min(mean * float(drawn), longest)
 
 
 def world_of(task: Task) -> SlowHop:
