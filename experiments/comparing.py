@@ -74,7 +74,7 @@ def read_runs(places: Sequence[str], partial: bool) -> list[Run]:
     """
     runs: list[Run] = []
     for place in map(Path, places):
-        folders = [place, *sorted(place.iterdir())] if place.is_dir() else []
+        folders = [place, *sorted(place.glob("[!.]*"))] if place.is_dir() else []
         found = [read_run(folder) for folder in folders if (folder / "config.yaml").is_file()]
         if not found:
             raise UserError(f"runs={place}: no run there")
