@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "protection": {"loading"},
     "rolling": {"loading"},
     "scheduling": {"loading"},
-    "domains": {"loading"},
+    "domains": {"crediting", "loading"},
     "managing": {"loading"},
     "programs": {"loading"},
     "tool_servers": {"loading", "programs"},

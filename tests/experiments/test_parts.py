@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
+from experiments.chaos import timeless
 from experiments.export import ExportConfig, export
 from experiments.models import resolve
 from forge_jax.config import (
@@ -61,7 +62,7 @@ def played(cfg: TrainConfig, folder: Path) -> list[dict[str, Any]]:
     (folder / "config.yaml").write_text(OmegaConf.to_yaml(dataclasses.asdict(cfg)))
     run.train(cfg, resolve(cfg.model, cfg.seed), folder, {})
     rows = read_rows(folder / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if "seconds" not in k} for row in rows]
+    return [timeless(row) for row in rows]
 
 
 def trained(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from small_run import config
 
+from experiments.chaos import timeless
 from experiments.models import resolve
 from forge_jax.config import MoeConfig
 from forge_jax.rl import loop, run
@@ -33,7 +34,7 @@ def outcome(folder: Path) -> tuple[list[dict[str, Any]], np.ndarray]:
     state, _ = checkpoints.restore(CFG.steps, create(model.params, CFG.optim))
     checkpoints.close()
     rows = read_rows(folder / "metrics.jsonl")
-    kept = [{k: v for k, v in row.items() if "seconds" not in k} for row in rows]
+    kept = [timeless(row) for row in rows]
     return kept, np.asarray(state.params["layers"]["router_bias"])
 
 

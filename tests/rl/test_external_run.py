@@ -11,6 +11,7 @@ from small_run import config
 from stand_in_engines import standing_apart
 
 from experiments import command
+from experiments.chaos import timeless
 from experiments.models import resolve
 from forge_jax.config import (
     ExternalConfig,
@@ -33,7 +34,7 @@ CFG = dataclasses.replace(
 
 def history(folder: Path) -> list[dict[str, Any]]:
     rows = read_rows(folder / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if "seconds" not in k} for row in rows]
+    return [timeless(row) for row in rows]
 
 
 @pytest.mark.slow
