@@ -46,6 +46,7 @@ class BiasConfig:
     plot: str | None
 
     def __post_init__(self) -> None:
+        check(self.seed >= 0, f"seed={self.seed} must be >= 0")
         check(2 <= self.group <= LARGEST, f"group={self.group} must be from 2 to {LARGEST}")
         check(self.policies >= 1, f"policies={self.policies} must be at least 1")
         check(self.spread >= 0, f"spread={self.spread} must be >= 0")

@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -116,6 +116,7 @@ def command(
                 for part in _parts(_as_list(argument, listed), refined)
             ]
             with complaining(), terminable():
+                _refuse_no_file(sys.argv[1:])
                 entry()
 
         return run
@@ -215,6 +216,14 @@ def _wrapped(argument: str, plain: tuple[str, ...], texts: tuple[str, ...]) -> s
     if sign and "." in key and key.partition(".")[0] in texts:
         return f"++{key}={_quoted(value)}"
     return argument
+
+
+def _refuse_no_file(arguments: Sequence[str]) -> None:
+    """Raises UserError on ``GROUP=null``, which Hydra takes for a fault of its own."""
+    for argument in arguments:
+        group, _, value = argument.partition("=")
+        if value == "null" and group and os.path.isdir(os.path.join(CONFIGS, group)):
+            raise UserError(f"{argument}: leave {group} out, or name a file of configs/{group}/")
 
 
 def _quoted(text: str) -> str:

@@ -50,7 +50,9 @@ def test_what_is_measured_is_what_training_credits_with() -> None:
             assert np.nan_to_num(got).tolist() == values[: len(got)].tolist()
 
 
-@pytest.mark.parametrize("mapping", [{"group": 1}, {"group": 6}, {"gamma": 1.0}, {"speed": 0.0}])
+@pytest.mark.parametrize(
+    "mapping", [{"group": 1}, {"seed": -1}, {"group": 6}, {"gamma": 1.0}, {"speed": 0.0}]
+)
 def test_what_cannot_be_measured_is_refused(mapping: dict[str, float]) -> None:
     [name] = mapping
     with pytest.raises(UserError, match=name):

@@ -17,6 +17,11 @@ def test_a_model_elsewhere_is_cut_by_nobody_here() -> None:
     assert "mesh goes with a model served here, not with url=" in refused(evaluate, *overrides)
 
 
+@pytest.mark.parametrize("group", ["agent", "task", "mesh"])
+def test_no_file_of_a_group_is_refused(group: str) -> None:
+    assert f"{group}=null: leave {group} out, or name a file of" in refused(train, f"{group}=null")
+
+
 def test_levels_that_a_family_lacks_are_refused(tmp_path: Path) -> None:
     elsewhere = ("model=any", "task=qa", "level=3", "url=http://127.0.0.1:9/v1")
     assert "level=3 of task='qa' must be from 0 to 2" in refused(evaluate, *elsewhere)
