@@ -150,8 +150,8 @@ def figure_of(groups: Sequence[Group], cfg: CompareConfig) -> Figure:
         axes.set(title=y, xlabel=cfg.x)
         axes.grid(alpha=0.25)
     handles, labels = axes.get_legend_handles_labels()
-    # About 16 characters an inch, and as much as eight for a line's sample.
-    fitting = max(1, int(88 * len(cfg.y)) // (max(map(len, labels), default=0) + 8))
+    # About 11 characters an inch, and as much as eight for a line's sample.
+    fitting = max(1, 60 * len(cfg.y) // (max(map(len, labels), default=0) + 8))
     figure.legend(handles, labels, loc="outside lower center", ncols=min(fitting, len(labels)))
     return figure
 
