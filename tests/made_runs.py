@@ -28,6 +28,8 @@ def make_run(
         "sched": {"policy": "window", "window": window},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    (folder / ".hydra").mkdir()  # Hydra keeps a file of that name beside it
+    (folder / ".hydra" / "config.yaml").write_text(yaml.safe_dump(settings))
     rows = [
         {"step": i, "reward": reward, "reward_slow": reward, "tokens_sampled": 10,
          "seconds_collect": 0.75 * seconds, "seconds_update": 0.25 * seconds}

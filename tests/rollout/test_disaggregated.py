@@ -18,7 +18,7 @@ from forge_jax.models.config import ModelConfig
 from forge_jax.models.layout import init, layout
 from forge_jax.models.tokenizer import ByteTokenizer
 from forge_jax.rollout.access import places_of
-from forge_jax.rollout.disaggregated import DisaggregatedEngine
+from forge_jax.rollout.disaggregated import DisaggregatedEngine, decoding
 from forge_jax.rollout.engine import RolloutEngine
 from forge_jax.sharding import make_mesh, mesh_of, shardings
 
@@ -228,3 +228,8 @@ def test_callers_may_leave_at_any_moment(seed: int) -> None:
 def test_without_a_prefix_cache_nothing_could_move() -> None:
     with pytest.raises(UserError, match="prefix_cache=False"):
         DisaggregatedEngine([], [], replace(ROLLOUT, prefix_cache=False))
+
+
+def test_streams_wait_for_no_more_than_a_page_of_a_prompt() -> None:
+    sizes = RolloutConfig(slots=2, context=64, page=16, chunk=64)
+    assert decoding(sizes) == replace(sizes, chunk=16)
