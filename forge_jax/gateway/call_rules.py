@@ -11,7 +11,7 @@ from typing import Any
 
 from forge_jax.gateway.errors import ApiError
 from forge_jax.gateway.parsers import hermes
-from forge_jax.gateway.parsers.lookup import first_parameter
+from forge_jax.gateway.parsers.lookup import BETWEEN, first_parameter
 from forge_jax.gateway.parsers.tagged import MINIMAX, QWEN3_CODER, Tags
 from forge_jax.gateway.parsers.typed import Tool
 from forge_jax.gateway.tag_rules import SPACED, quoted, tagged_bodies
@@ -30,17 +30,21 @@ def calls(tools: Sequence[Tool], form: str, parallel: bool) -> list[str]:
     """The rules of replies that are calls and nothing else. Raises ApiError(400)."""
     if form == "lookup" and len(tools) > 1:
         names = " | ".join(quoted(tool["function"]["name"]) for tool in tools)
+        more = f" ({quoted(BETWEEN)} call)*" if parallel else ""
         return [
-            "calls: " + quoted("?") + " name VALUES?",
+            f"calls: call{more}",
+            "call: " + quoted("?") + " name VALUES?",
             f"name: {names}",
-            "VALUES: /( [^ \\n]+)+/",
+            "VALUES: /( [^ \\t\\n]+)+/",
         ]
     if form == "lookup":
         function = tools[0]["function"]
         if first_parameter(function) is None:
             message = f"tools: {function['name']!r} takes no parameter to look up"
             raise ApiError(400, message, param="tools")
-        return ["calls: /[?][^\\n]+/"]
+        return [
+            "calls: /[?][^\\t\\n]+(\\t[?][^\\t\\n]+)*/" if parallel else "calls: /[?][^\\t\\n]+/"
+        ]
     if form in BRACES:
         return [_listed(form, parallel), *_objects(tools, form, False)]
     open_tag = TAGS[form].open if form in TAGS else hermes.OPEN

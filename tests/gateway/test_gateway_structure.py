@@ -238,7 +238,7 @@ def test_strict_tools_bind_calls_and_leave_text_alone() -> None:
 
 def test_the_lookup_format_has_its_own_calls() -> None:
     for seed in range(5):
-        grammar = grammar_of(talk(LOOK, must=True), None, "lookup")
+        grammar = grammar_of(talk(LOOK, must=True, parallel=False), None, "lookup")
         (call,) = read(drawn(grammar, seed, stop=NEWLINE), "lookup", (LOOK,))
         assert isinstance(call, ToolCall)
         assert call.name == "look"
@@ -249,11 +249,22 @@ def test_the_lookup_format_names_one_of_several_tools() -> None:
     called = set()
     other = {**LOOK, "function": {**LOOK["function"], "name": "other"}}
     for seed in range(12):
-        grammar = grammar_of(talk(LOOK, other, must=True), None, "lookup")
+        grammar = grammar_of(talk(LOOK, other, must=True, parallel=False), None, "lookup")
         (call,) = read(drawn(grammar, seed, stop=NEWLINE), "lookup", (LOOK, other))
         assert isinstance(call, ToolCall)
         called.add(call.name)
     assert called == {"look", "other"}
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_the_lookup_format_has_several_calls_where_they_are_allowed(parallel: bool) -> None:
+    other = {**LOOK, "function": {**LOOK["function"], "name": "other"}}
+    for tools in ((LOOK,), (LOOK, other)):
+        asked = talk(*tools, must=True, parallel=parallel)
+        grammar = grammar_of(asked, None, "lookup")
+        found = [read(drawn(grammar, n, stop=NEWLINE), "lookup", tools) for n in range(8)]
+        assert all(isinstance(one, ToolCall) for reply in found for one in reply)
+        assert (max(map(len, found)) > 1) == parallel
 
 
 def test_the_lookup_format_types_the_values_of_a_call() -> None:

@@ -113,6 +113,20 @@ def test_lookup(seed: int) -> None:
         assert read(LookupParser(({"function": LOOK},), "c"), cut(text, rng)) == (text, [])
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_lookups_with_tabs_between_are_several_calls(seed: int) -> None:
+    parser = LookupParser(({"function": LOOK},), "c")
+    content, calls = read(parser, cut("?a\t?b c\t?\td?", random.Random(seed)))
+    assert (content, [call.id for call in calls]) == ("", ["c_0", "c_1", "c_2"])
+    assert [json.loads(call.arguments)["key"] for call in calls] == ["a", "b c", "\td?"]
+    tools = ({"function": LOOK}, {"function": {**LOOK, "name": "other"}})
+    both = LookupParser(tools, "c")
+    assert [one.name for one in read(both, ["?look a\t?other b"])[1]] == ["look", "other"]
+    nameless = LookupParser(tools, "c")
+    assert read(nameless, ["?look a\t? b"]) == ("?look a\t? b", [])
+    assert nameless.malformed == 1
+
+
 def test_a_tool_without_parameters_cannot_be_looked_up() -> None:
     for function in ({"name": "f"}, {"name": "f", "parameters": []}):
         assert read(LookupParser(({"function": function},), "c"), ["?", "x"]) == ("?x", [])

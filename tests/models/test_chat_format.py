@@ -72,6 +72,13 @@ def test_a_hop_episode_is_written_exactly() -> None:
     assert chat.stop_ids == (10,)
 
 
+def test_lookups_of_one_reply_are_one_line() -> None:
+    both = call("lookup", {"key": "a"})
+    both["tool_calls"] += call("lookup", {"key": "b"})["tool_calls"]
+    messages = [user("Wab"), both, result("3"), result("7")]
+    assert built_in("lookup").render(messages) == "Wab\n?a\t?b\n=3\n=7\n"
+
+
 @pytest.mark.parametrize("name", ["lookup", "chatml"])
 @pytest.mark.parametrize("messages", [hop(), conversation()], ids=["hop", "conversation"])
 def test_packaged_formats_only_append(name: str, messages: list[dict[str, Any]]) -> None:

@@ -1,7 +1,8 @@
 """A line ``?VALUE``: a call of the one tool with VALUE as its first parameter.
 
 Where several tools are offered the line is ``?NAME VALUE VALUE``, values in the order of the
-parameters; the last parameter takes the rest of the line.
+parameters; the last parameter takes the rest of the line. Several calls of one reply have a tab
+between them: ``?VALUE<tab>?VALUE``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,9 +11,11 @@ from typing import Any
 from forge_jax.gateway.messages import Piece, ToolCall, compact
 from forge_jax.gateway.parsers.typed import Tool, schemas_of, typed
 
+BETWEEN = "\t"  # calls of one line
+
 
 class LookupParser:
-    """The call of one reply; a reply that does not begin with a question mark is content."""
+    """The calls of one reply; a reply that does not begin with a question mark is content."""
 
     def __init__(self, tools: Sequence[Tool], prefix: str):
         self.malformed = 0
@@ -35,12 +38,16 @@ class LookupParser:
         if not self._text:
             return []
         line, _, rest = self._text.partition("\n")
-        name, arguments = self._read(line[1:])
-        if not name:
-            self.malformed += 1
+        read = [self._read(one) for one in line[1:].split(f"{BETWEEN}?")]
+        nameless = sum(not name for name, _ in read)
+        if nameless:
+            self.malformed += nameless
             return [self._text]
-        call = ToolCall(id=f"{self._prefix}_0", name=name, arguments=compact(arguments))
-        return [call, rest] if rest else [call]
+        calls = [
+            ToolCall(id=f"{self._prefix}_{number}", name=name, arguments=compact(arguments))
+            for number, (name, arguments) in enumerate(read)
+        ]
+        return [*calls, rest] if rest else [*calls]
 
     def _read(self, line: str) -> tuple[str, dict[str, Any]]:
         """Name and arguments of a call; of a tool that is not offered, no arguments."""
