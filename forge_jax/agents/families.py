@@ -15,6 +15,7 @@ from forge_jax.agents.protocol import Agent, ScriptedCall, Workspace
 from forge_jax.agents.tasks import (
     calc,
     desk,
+    gather,
     hop,
     hop_files,
     hop_slow,
@@ -53,6 +54,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "calc": calc,
         "desk": desk,
+        "gather": gather,
         "hop": hop,
         "hop_slow": hop_slow,
         "hop_tool": hop_tool,
@@ -106,6 +108,7 @@ LEVELS: Mapping[str, int] = MappingProxyType(
     {
         "calc": len(calc.LEVELS),
         "desk": len(desk.LEVELS),
+        "gather": len(gather.LEVELS),
         "hop_slow": len(hop_slow.LEVELS),
         "maze": len(maze.LEVELS),
         "qa": len(qa.LEVELS),

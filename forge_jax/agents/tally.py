@@ -16,6 +16,8 @@ class Tally:
     completion_tokens: int = 0  # of those, as the server counts them
     prompt_tokens: int = 0  # of all calls, likewise
     tool_calls: int = 0
+    calling_replies: int = 0  # replies with tool calls
+    parallel_replies: int = 0  # of those, the ones with several, which run at once
     malformed_calls: int = 0  # of those, the ones no tool could take
     tool_seconds: float = 0.0  # of every call of the world by itself
     tool_path_seconds: float = 0.0  # in which at least one ran

@@ -180,6 +180,8 @@ async def use_tools(
     own: Sequence[OwnTool] = (),
 ) -> list[Message]:
     """What answers the calls of one reply, in their order; they run at once."""
+    tally.calling_replies += 1
+    tally.parallel_replies += len(calls) > 1
     running = [asyncio.ensure_future(use_tool(world, call, tally, own)) for call in calls]
     try:
         results = await asyncio.gather(*running)

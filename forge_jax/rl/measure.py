@@ -15,7 +15,7 @@ import numpy as np
 from forge_jax.rl.collect import Taken
 from forge_jax.rl.credit import LeftOut
 from forge_jax.sched.split import forest_of
-from forge_jax.types import STEMS, UNSPLICED, MicroBatch, Sample, Turn
+from forge_jax.types import STEMS, UNSPLICED, Episode, MicroBatch, Sample, Turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,8 @@ def episode_row(taken: Sequence[Taken]) -> dict[str, Any]:
     """What the consumed items were: rewards, calls, lags, and outcomes that did not complete.
 
     Rewards, calls and what agents measured themselves (``agent_*``) are means over the valid
-    episodes; `error` is that of the first one that is not.
+    episodes; `calls_parallel` is the share of replies with tool calls that have several, None
+    where agents do not tell; `error` is that of the first episode that is not valid.
     """
     episodes = [e for item in taken for e in item.episodes]
     valid = [e for e in episodes if e.outcome.valid]
@@ -72,12 +73,20 @@ def episode_row(taken: Sequence[Taken]) -> dict[str, Any]:
         "episodes": len(episodes),
         "reward": mean([e.outcome.reward for e in valid]),
         "mean_turns": mean([len(e.turns) for e in valid]),
+        "calls_parallel": parallel_share(valid),
         "failed": Counter(outcome.status.value for outcome in invalid),
         "error": invalid[0].error if invalid else None,
         "corrupt_items": sum(not item.episodes for item in taken),
         "tokens_sampled": sum(len(t.output) for e in episodes for t in e.turns),
         **agents,
     }
+
+
+def parallel_share(episodes: Sequence[Episode]) -> float | None:
+    """Of replies with tool calls the share that have several; None of none."""
+    told = [e.outcome.metrics for e in episodes if "calling_replies" in e.outcome.metrics]
+    calling = sum(one["calling_replies"] for one in told)
+    return sum(one["parallel_replies"] for one in told) / calling if calling else None
 
 
 def lineage_row(taken: Sequence[Taken]) -> dict[str, Any]:

@@ -38,6 +38,8 @@ def scores(episodes: Sequence[Episode], samples: int) -> dict[str, Any]:
     for name, measure in MEASURES.items():
         if recorded or name != "seconds_completion_mean":
             row |= estimate(name, tasks, measure)
+    calling = [[e for e in own if e.outcome.metrics.get("calling_replies")] for own in tasks]
+    row |= parallel([own for own in calling if own])
     row["ended"] = dict(Counter(str(episode.outcome.status) for episode in episodes))
     errors = Counter(e.outcome.error[:ERROR_LENGTH] for e in episodes if e.outcome.error)
     row["errors"] = dict(errors.most_common(ERRORS))
@@ -52,6 +54,19 @@ def estimate(
     counts = np.array([len(own) for own in tasks], np.float64)
     mean = float(totals.sum() / counts.sum()) if len(tasks) else 0.0
     return {name: mean, f"{name}_ci": bootstrap(totals, counts)}
+
+
+def parallel(tasks: Sequence[Sequence[Episode]]) -> dict[str, Any]:
+    """Of replies with tool calls the share that have several, over episodes whose agents tell how
+    many of both they had; nothing of none."""
+    several, calling = (
+        np.array([sum(e.outcome.metrics[name] for e in own) for own in tasks], np.float64)
+        for name in ("parallel_replies", "calling_replies")
+    )
+    if not len(tasks):
+        return {}
+    share = float(several.sum() / calling.sum())
+    return {"calls_parallel": share, "calls_parallel_ci": bootstrap(several, calling)}
 
 
 def passes(tasks: Sequence[Sequence[Episode]], samples: int) -> dict[str, Any]:

@@ -13,7 +13,18 @@ from stand_in_server import completion, replies, stand_in
 from forge_jax.agents.families import FAMILIES, family_of
 from forge_jax.agents.protocol import ScriptedCall
 from forge_jax.agents.split import draw_from, held_out
-from forge_jax.agents.tasks import calc, desk, hop, hop_slow, maze, notes, qa, wiki, wiki_team
+from forge_jax.agents.tasks import (
+    calc,
+    desk,
+    gather,
+    hop,
+    hop_slow,
+    maze,
+    notes,
+    qa,
+    wiki,
+    wiki_team,
+)
 from forge_jax.agents.team import Team
 from forge_jax.agents.white_box import ToolLoop, WindowLoop
 from forge_jax.managing import OPERATIONS
@@ -24,6 +35,7 @@ LOOKUP = built_in("lookup")
 PERFECT: dict[str, Any] = {
     "calc": calc.Noise(early=0.0, wrong=0.0),
     "desk": desk.Noise(lazy=0.0),
+    "gather": gather.Noise(early=0.0),
     "hop": hop.Noise(early=0.0, wrong=0.0),
     "hop_slow": hop.Noise(early=0.0, wrong=0.0),
     "hop_tool": hop.Noise(early=0.0, wrong=0.0),
@@ -37,6 +49,7 @@ PERFECT: dict[str, Any] = {
 MODULES: dict[str, Any] = {
     "calc": calc,
     "desk": desk,
+    "gather": gather,
     "hop": hop,
     "hop_slow": hop_slow,
     "hop_tool": hop,
@@ -49,6 +62,7 @@ MODULES: dict[str, Any] = {
 WORLDS: dict[str, Any] = {
     "calc": calc.Calc,
     "desk": desk.Desk,
+    "gather": gather.Gather,
     "hop": hop.Hop,
     "hop_slow": hop_slow.SlowHop,
     "hop_tool": hop.Hop,
@@ -61,7 +75,7 @@ WORLDS: dict[str, Any] = {
 
 
 # What they were made of is told in a faultless episode.
-TOLD = ("calc", "hop", "hop_slow", "hop_tool", "notes", "qa")
+TOLD = ("calc", "gather", "hop", "hop_slow", "hop_tool", "notes", "qa")
 
 
 def test_every_family_is_tried() -> None:

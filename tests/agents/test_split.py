@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from forge_jax.agents.split import HELD_OUT_SHARE, content_of, draw_from, held_out
-from forge_jax.agents.tasks import calc, desk, hop, notes, qa
+from forge_jax.agents.tasks import calc, desk, gather, hop, notes, qa
 from forge_jax.config import UserError
 from forge_jax.types import Task
 
@@ -17,7 +17,7 @@ def contents(family: str, split: str, seeds: range) -> list[str]:
     return [content_of(Task(family=family, seed=s, split=split), DRAWS[family]) for s in seeds]
 
 
-LEVELLED: dict[str, Any] = {"calc": calc, "desk": desk, "qa": qa}
+LEVELLED: dict[str, Any] = {"calc": calc, "desk": desk, "gather": gather, "qa": qa}
 
 
 @pytest.mark.parametrize("family", ["hop", "notes"])

@@ -8,6 +8,7 @@ import pytest
 from small_policy import make_turn
 
 from forge_jax.rl.evaluate import bootstrap, summarise
+from forge_jax.rl.measure import parallel_share
 from forge_jax.rl.scores import pass_at, scores
 from forge_jax.types import Episode, Outcome, Status, Task
 
@@ -91,6 +92,21 @@ def test_a_task_with_too_few_episodes_left_is_no_word_on_pass_at_k() -> None:
     row = scores([episode(0, 0, True), episode(0, 1, False), episode(1, 0, False), broken], 2)
     assert row["pass_at"] == {"1": 0.25, "2": 1.0}
     assert scores([broken], 2)["pass_at"] == {}
+
+
+def test_parallel_calls_are_a_share_of_the_replies_that_call() -> None:
+    def told(task: int, calling: int, several: int) -> Episode:
+        counts = {"calling_replies": float(calling), "parallel_replies": float(several)}
+        outcome = Outcome(status=Status.COMPLETED, reward=1.0, metrics=counts)
+        named = Task(family="hop", seed=task)
+        return Episode(item=task, replica=0, task=named, outcome=outcome, turns=())
+
+    episodes = [told(0, 4, 1), told(1, 1, 1), told(2, 0, 0), episode(3, 0, True)]
+    row = scores(episodes, 1)
+    assert row["calls_parallel"] == parallel_share(episodes) == 2 / 5
+    assert row["calls_parallel_ci"][0] < 2 / 5 < row["calls_parallel_ci"][1]
+    assert "calls_parallel" not in scores([episode(3, 0, True)], 1)
+    assert parallel_share([episode(3, 0, True)]) is None
 
 
 def test_what_a_server_elsewhere_does_not_tell_is_left_out() -> None:
