@@ -204,11 +204,11 @@ class Moments:
         """Means f64[policies, LOGITS] of one group's estimate, and traces f64[policies] of its
         covariance; an estimate is ``sum over calls of A * score / n``."""
         parts = [part(episode, ALL, scorer) for episode in self.episodes]
-        speed = scorer.reward.weights("stop").speed
+        weights = scorer.reward.weights("stop")
         values = np.zeros((*self.members.shape, toy.CALLS))
         for into, members in zip(values, self.members.tolist(), strict=True):
             episodes, own = [self.episodes[m] for m in members], [parts[m] for m in members]
-            seen = seen_returns(episodes, own, speed)
+            seen = seen_returns(episodes, own, weights)
             found = estimate(Group(episodes=episodes, parts=own, seen=seen))
             into[:, : found.shape[1]] = found
         means, traces = [], []

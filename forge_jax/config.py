@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from forge_jax.crediting import CreditConfig as CreditConfig
 from forge_jax.crediting import FaultConfig as FaultConfig
 from forge_jax.crediting import RewardConfig as RewardConfig
+from forge_jax.crediting import Weights as Weights
 from forge_jax.domains import CurriculumConfig as CurriculumConfig
 from forge_jax.domains import Domain as Domain
 from forge_jax.domains import DomainConfig as DomainConfig

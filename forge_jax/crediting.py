@@ -12,6 +12,7 @@ from forge_jax.loading import check
 BASELINES = ("leave_one_out", "group", "turn", "none")
 SCALES = ("none", "group", "batch", "family")
 CLOCKS = ("calls", "seconds")
+SPEED_ON = ("solved", "all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +48,14 @@ class Weights:
     process: float  # α, of what a call does wrong
     speed: float  # β, of time against successful siblings
     outcome: float  # of the task's own reward
+    speed_on: str = "solved"  # episodes that are paid for speed, beside one another: solved | all
 
     def __post_init__(self) -> None:
         for name in ("process", "speed", "outcome"):
             weight = getattr(self, name)
             check(0 <= weight < math.inf, f"{name}={weight} must be a number >= 0")
+        on = self.speed_on
+        check(on in SPEED_ON, f"speed_on={on!r} must be one of {SPEED_ON}")
         any_counts = self.process or self.speed or self.outcome
         check(bool(any_counts), "process, speed and outcome are all 0: nothing is rewarded")
 
@@ -64,6 +68,7 @@ class FamilyReward:
     process: float | None = None
     speed: float | None = None
     outcome: float | None = None
+    speed_on: str | None = None
     scripts: tuple[str, ...] | None = None
 
 
@@ -75,6 +80,7 @@ class RewardConfig:
     process: float = 0.0
     speed: float = 0.0
     outcome: float = 1.0
+    speed_on: str = "solved"
     faults: FaultConfig = field(default_factory=FaultConfig)
     families: tuple[FamilyReward, ...] = ()
 
@@ -82,6 +88,13 @@ class RewardConfig:
         names = [one.family for one in self.families]
         twice = sorted({name for name in names if names.count(name) > 1})
         check(not twice, f"families: {', '.join(twice)} more than once")
+        for name, on in [
+            ("", self.speed_on),
+            *((one.family, one.speed_on) for one in self.families),
+        ]:
+            named = f" of {name}" if name else ""
+            unpaid = on == "all" and not self._paid(name)
+            check(not unpaid, f"speed_on={on!r}{named} goes with a speed weight above 0")
         measured = any(self.weights(name).process for name in [*names, ""])
         check(
             measured or self.faults == FaultConfig(),
@@ -99,6 +112,11 @@ class RewardConfig:
         """Scripts that the tasks of a family are to be answered in; empty: any."""
         own = self._own(family)
         return self.faults.scripts if own is None or own.scripts is None else own.scripts
+
+    def _paid(self, family: str) -> bool:
+        """Whether the speed of a family's tasks, of "" that of any, weighs anything."""
+        names = [family] if family else ["", *(one.family for one in self.families)]
+        return any(self.weights(name).speed for name in names)
 
     def _own(self, family: str) -> FamilyReward | None:
         return next((one for one in self.families if one.family == family), None)

@@ -76,7 +76,7 @@ def _share(
     episodes, cfg = [group[number] for number in kept], scorer.credit
     family = episodes[0].task.family
     parts = [part(episode, label, scorer) for episode in episodes]
-    seen = seen_returns(episodes, parts, scorer.reward.weights(family).speed)
+    seen = seen_returns(episodes, parts, scorer.reward.weights(family))
     if constant(seen):
         return None
     values = advantages(seen, BASELINES[cfg.baseline], whole=not cfg.to_go)

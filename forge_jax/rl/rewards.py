@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forge_jax.config import CreditConfig, RewardConfig
+from forge_jax.config import CreditConfig, RewardConfig, Weights
 from forge_jax.rl.advantages import to_go
 from forge_jax.rl.evaluate import SOLVED
 from forge_jax.rl.process import Decode, faults, process_reward
@@ -94,24 +94,26 @@ def process(episode: Episode, number: int, scorer: Scorer) -> float:
 
 
 def solved(episode: Episode) -> bool:
-    """True for an episode that is paid for its speed."""
+    """True for an episode that came to all that its task is worth."""
     return episode.outcome.valid and episode.outcome.reward >= SOLVED
 
 
-def speed_rewards(group: Sequence[Episode]) -> np.ndarray:
-    """f64[n, n], see `forge_jax.rl.speed.speeds`."""
+def speed_rewards(group: Sequence[Episode], on: str) -> np.ndarray:
+    """f64[n, n] of n valid siblings, see `forge_jax.rl.speed.speeds`; paid `on` solved or all."""
     seconds = np.array([times_of(episode.turns).completion for episode in group], np.float64)
-    return speeds(seconds, np.array([solved(episode) for episode in group], bool))
+    paid = [on == "all" or solved(episode) for episode in group]
+    return speeds(seconds, np.array(paid, bool))
 
 
-def seen_returns(group: Sequence[Episode], parts: Sequence[Part], weight: float) -> np.ndarray:
+def seen_returns(group: Sequence[Episode], parts: Sequence[Part], weights: Weights) -> np.ndarray:
     """Returns of n valid siblings as each of them sees them, f64[n, n, T] with zeros after the
-    last call; `weight` of the speed reward."""
+    last call; `weights` of their family."""
     n, most = len(parts), max((len(one.returns) for one in parts), default=1)
     returns, last = np.zeros((2, n, most))
     for place, one in enumerate(parts):
         returns[place, : len(one.returns)] = one.returns
         last[place, : len(one.last)] = one.last
-    if not weight:
+    if not weights.speed:
         return np.broadcast_to(returns, (n, n, most))
-    return returns + weight * speed_rewards(group)[:, :, None] * last
+    paid = speed_rewards(group, weights.speed_on)
+    return returns + weights.speed * paid[:, :, None] * last

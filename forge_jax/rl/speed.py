@@ -1,4 +1,4 @@
-"""How long an episode took, and what that is worth beside its successful siblings.
+"""How long an episode took, and what that is worth beside siblings, the successful ones or all.
 
 Intervals of calls go in, seconds and rewards in [0, 1] come out. The invariant: waiting for the
 engine costs nothing, and what runs at once is counted once, so parallel calls are faster.
@@ -62,18 +62,18 @@ def speed(seconds: float, reference: float) -> float:
     return min(1.0, max(0.0, 1.0 - seconds / reference / 2))
 
 
-def speeds(seconds: np.ndarray, solved: np.ndarray) -> np.ndarray:
-    """Speed rewards f64[n, n] of siblings that took f64[n] `seconds`; bool[n] `solved`.
+def speeds(seconds: np.ndarray, paid: np.ndarray) -> np.ndarray:
+    """Speed rewards f64[n, n] of siblings that took f64[n] `seconds`; bool[n] `paid`.
 
-    [i, j] is that of j where nothing of i is known: j against the mean of the solved ones but i
+    [i, j] is that of j where nothing of i is known: j against the mean of the paid ones but i
     and j. So [i, i] is the reward of i itself, and the rest of row i does not depend on i.
-    An episode that failed has 0, whatever it took.
+    An episode that is not paid has 0, whatever it took.
     """
     n = len(seconds)
     rewards = np.zeros((n, n))
     for i in range(n):
-        for j in np.flatnonzero(solved).tolist():
-            others = solved.copy()
+        for j in np.flatnonzero(paid).tolist():
+            others = paid.copy()
             others[i] = others[j] = False
             reference = float(seconds[others].mean()) if others.any() else 0.0
             rewards[i, j] = speed(float(seconds[j]), reference)

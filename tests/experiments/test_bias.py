@@ -44,7 +44,7 @@ def test_what_is_measured_is_what_training_credits_with() -> None:
     for _ in range(50):
         episodes = [every[m] for m in rng.integers(len(every), size=4)]
         parts = [part(episode, ALL, OUTCOME) for episode in episodes]
-        seen = seen_returns(episodes, parts, 0.0)
+        seen = seen_returns(episodes, parts, OUTCOME.reward.weights("stop"))
         want = without_constant(Group(episodes=episodes, parts=parts, seen=seen))
         for got, values in zip(credited([episodes])[0], want, strict=True):
             assert np.nan_to_num(got).tolist() == values[: len(got)].tolist()

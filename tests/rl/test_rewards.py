@@ -12,7 +12,7 @@ from forge_jax.rl.collect import Taken
 from forge_jax.rl.credit import credited
 from forge_jax.rl.process import longest_certain, mixing, repetition
 from forge_jax.rl.reward_row import reward_row, speed_alarm
-from forge_jax.rl.rewards import Scorer
+from forge_jax.rl.rewards import Scorer, speed_rewards
 from forge_jax.rl.speed import speeds, times_of, union
 from forge_jax.types import Episode, Finish, Outcome, Status, Task, Turn
 
@@ -119,9 +119,29 @@ def test_speed_is_paid_on_success_alone_and_bounded() -> None:
     np.testing.assert_array_equal(speeds(seconds[:1], solved[:1]), [[0.5]])
 
 
-def test_what_siblings_get_does_not_depend_on_the_episode_they_are_the_baseline_of() -> None:
+def test_without_the_gate_a_fast_failure_is_paid_and_all_are_what_others_compare_with() -> None:
+    times = (1.0, 3.0, 0.0)
+    group = [episode(float(t > 0), turn(0.0, t)) for t in times]
+    [gated], [open_] = (
+        [np.diagonal(speed_rewards(group, on)).tolist()] for on in ("solved", "all")
+    )
+    assert gated == [1 - 1 / 6, 0.0, 0.0]
+    assert open_ == [1 - 1 / 3, 0.0, 1.0]
+    row = {on: reward_row([Taken(number=0, lag=0, updates=0, episodes=tuple(group))],
+                          scorer(speed=9.0, speed_on=on)) for on in ("solved", "all")}  # fmt: skip
+    assert [row[on]["reward_speed"] for on in row] == [np.mean(gated), np.mean(open_)]
+    assert row["all"]["speed_all_seconds"] == np.mean(times)
+    assert row["all"]["speed_completion_seconds"] == 2.0
+    # What the gate is for: with it the failure is worst, without it best.
+    ranks = [np.argsort([v[0] for v in values(group, scorer(speed=9.0, speed_on=on))]).tolist()
+             for on in ("solved", "all")]  # fmt: skip
+    assert (ranks[0][0], ranks[1][-1]) == (2, 2)
+
+
+@pytest.mark.parametrize("on", ["solved", "all"])
+def test_what_siblings_get_does_not_depend_on_the_episode_they_are_the_baseline_of(on: str) -> None:
     rng = np.random.default_rng(0)
-    times, how = rng.random(5) + 1, scorer(speed=1.0)
+    times, how = rng.random(5) + 1, scorer(speed=1.0, speed_on=on)
     group = [episode(1.0, turn(0.0, float(t))) for t in times]
     slower = [dataclasses.replace(group[0], turns=(turn(0.0, 2.9),)), *group[1:]]
     failed = [dataclasses.replace(group[0], outcome=Outcome(status=Status.COMPLETED)), *group[1:]]
@@ -129,8 +149,9 @@ def test_what_siblings_get_does_not_depend_on_the_episode_they_are_the_baseline_
            np.ones(5, bool))[0, 0]]  # fmt: skip
     [before], [after], [none] = (values(g, how)[0] for g in (group, slower, failed))
     np.testing.assert_allclose(before - after, own[0] - own[1])
-    # Its success moves its own reward, by 1 and its speed, and no baseline of its own.
-    np.testing.assert_allclose(before - none, 1.0 + own[0])
+    # Its success moves its own reward, by 1 and a speed that is paid on it, and no baseline of its
+    # own.
+    np.testing.assert_allclose(before - none, 1.0 + own[0] * (on == "solved"))
 
 
 def test_agents_with_a_reward_of_their_own_are_credited_from_that() -> None:
@@ -184,14 +205,17 @@ def test_families_have_weights_of_their_own() -> None:
 def test_success_that_falls_with_the_time_of_successes_sets_the_alarm_off() -> None:
     rng = np.random.default_rng(0)
 
-    def rows(solved: float, seconds: float) -> list[dict[str, float]]:
-        return [{"solved": solved + 0.01 * rng.normal(), "speed_completion_seconds": seconds
-                 + 0.01 * rng.normal()} for _ in range(20)]  # fmt: skip
+    def rows(solved: float, seconds: float, all_seconds: float = 3.0) -> list[dict[str, float]]:
+        means = {"solved": solved, "speed_completion_seconds": seconds,
+                 "speed_all_seconds": all_seconds}  # fmt: skip
+        return [{n: mean + 0.01 * rng.normal() for n, mean in means.items()} for _ in range(20)]
 
     assert speed_alarm([*rows(0.9, 2.0), *rows(0.7, 1.0)])
     assert not speed_alarm([*rows(0.9, 2.0), *rows(0.9, 1.0)])
     assert not speed_alarm([*rows(0.9, 1.0), *rows(0.7, 1.0)])
     assert not speed_alarm(rows(0.7, 1.0))
+    # Failures that take no time, while those that succeed take as long as ever.
+    assert speed_alarm([*rows(0.9, 2.0, 2.0), *rows(0.7, 2.0, 1.0)])
 
 
 @pytest.mark.parametrize(
@@ -203,6 +227,13 @@ def test_success_that_falls_with_the_time_of_successes_sets_the_alarm_off() -> N
         (CreditConfig, {"baseline": "turn", "to_go": False}, "baseline='turn'"),
         (RewardConfig, {"outcome": 0.0}, "all 0"),
         (RewardConfig, {"speed": -1.0}, "speed=-1.0"),
+        (RewardConfig, {"speed": 1.0, "speed_on": "valid"}, "speed_on='valid'"),
+        (RewardConfig, {"speed_on": "all"}, "speed_on='all' goes with"),
+        (
+            RewardConfig,
+            {"speed": 1.0, "families": [{"family": "hop", "speed": 0, "speed_on": "all"}]},
+            "speed_on='all' of hop",
+        ),
         (RewardConfig, {"faults": {"ngram": 3}}, "process weight"),
         (RewardConfig, {"process": 1.0, "faults": {"scripts": ["latin"]}}, "latin"),
         (RewardConfig, {"families": [{"family": "hop"}, {"family": "hop"}]}, "hop more than once"),
