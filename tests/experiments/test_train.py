@@ -75,16 +75,14 @@ def test_a_checkpoint_of_the_run_is_a_model_that_evaluates_alike(calm: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
 def test_a_killed_synchronous_run_continues_to_the_same_numbers(
-    tmp_path: Path, calm: Path, seed: int
+    tmp_path: Path, calm: Path
 ) -> None:
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(int(os.environ.get("TRAIN_CHAOS_SEED", "0")))
     folder = tmp_path / "run"
     run = start(*SYNCHRONOUS, f"hydra.run.dir={folder}")
     kill_after(run, folder, step=int(rng.integers(1, 4)), delay=float(rng.random() * 0.3))
-    again = (f"resume={folder}",) if seed else (*SYNCHRONOUS, f"hydra.run.dir={folder}")
-    summary = finish(start(*again))
+    summary = finish(start(*SYNCHRONOUS, f"hydra.run.dir={folder}"))
     want = json.loads((calm / "summary.json").read_text())
     for timing in ("seconds", "run_dir"):
         summary.pop(timing), want.pop(timing)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 TINY = (
     "steps=5",
-    "warm.steps=80",
+    "warm.steps=40",
     "warm.batch=32",
     "warm.gate=0",
     "eval.episodes=8",
