@@ -75,9 +75,7 @@ def test_a_checkpoint_of_the_run_is_a_model_that_evaluates_alike(calm: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_killed_synchronous_run_continues_to_the_same_numbers(
-    tmp_path: Path, calm: Path
-) -> None:
+def test_a_killed_synchronous_run_continues_to_the_same_numbers(tmp_path: Path, calm: Path) -> None:
     rng = np.random.default_rng(int(os.environ.get("TRAIN_CHAOS_SEED", "0")))
     folder = tmp_path / "run"
     run = start(*SYNCHRONOUS, f"hydra.run.dir={folder}")
