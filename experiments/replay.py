@@ -101,6 +101,10 @@ class ReplayConfig:
         check(self.steps >= 1, f"steps={self.steps} must be at least 1")
         check_cap(self.loss, self.ratio_cap)
         check(
+            self.loss.reference is None,
+            f"loss.reference={self.loss.reference}: a replay goes on with no run that has started",
+        )
+        check(
             self.loss.per in ("token", "sample"),
             f"loss.per={self.loss.per}: a workload names no episodes",
         )

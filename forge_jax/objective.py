@@ -8,6 +8,7 @@ KINDS = ("cispo", "clip", "gspo", "decoupled", "tis", "reinforce")
 CAPPED = ("cispo", "decoupled", "tis")  # those that look at ratio_cap
 RECOMPUTED = ("decoupled", "tis")  # those that need the trainer's log-probs beside the sampler's
 ANCHORS = ("sampler", "trainer")
+REFERENCES = ("start",)
 PER = ("token", "sample", "episode", "group", "constant")
 RATIO_CAP = 5.0  # the default of ratio_cap
 EPS = {"clip": (0.2, 0.28), "gspo": (3e-4, 4e-4), "decoupled": (0.2, 0.2)}  # low, high
@@ -26,7 +27,9 @@ class LossConfig:
     eps_high: float | None = None  # ... above 1
     mask: bool = False  # cispo: drop tokens beyond eps_low and eps_high, as the clip does
     entropy: float = 0.0  # coefficient of the entropy that is added to the objective
-    kl: float = 0.0  # coefficient of the divergence from the anchor that is taken off
+    kl: float = 0.0  # coefficient of a divergence that is taken off
+    # What it is from: null: the anchor; start: the weights before the first update of the run.
+    reference: str | None = None
     per: str = "token"  # what the loss is a mean over, each a mean over its trained tokens
     constant: float | None = None  # per=constant: trained tokens that an episode is taken to have
 
@@ -34,6 +37,7 @@ class LossConfig:
         for name, known in (("kind", KINDS), ("per", PER)):
             value = getattr(self, name)
             check(value in known, f"{name}={value!r} must be one of {', '.join(known)}")
+        self._check_reference()
         self._check_anchor()
         self._check_eps()
         for name in ("entropy", "kl"):
@@ -43,6 +47,16 @@ class LossConfig:
             f"constant={self.constant} goes with per=constant, not with per={self.per}",
         )
         check(self.constant is None or self.constant > 0, f"constant={self.constant} must be > 0")
+
+    def _check_reference(self) -> None:
+        if self.reference is None:
+            return
+        known = self.reference in REFERENCES
+        check(known, f"reference={self.reference!r} must be one of {', '.join(REFERENCES)}")
+        check(
+            self.kl > 0,
+            f"reference={self.reference}: kl={self.kl} does not keep the policy near it",
+        )
 
     def _check_anchor(self) -> None:
         if self.anchor is None:
@@ -54,9 +68,9 @@ class LossConfig:
             "its anchor is the trainer",
         )
         check(
-            self.kind != "reinforce" or self.kl > 0,
-            f"anchor={self.anchor}: kind={self.kind} has no ratio, and kl={self.kl} nothing to "
-            "stay near",
+            self.kind != "reinforce" or (self.kl > 0 and self.reference is None),
+            f"anchor={self.anchor}: kind={self.kind} has no ratio, and kl={self.kl} is not from "
+            f"the anchor, with reference={self.reference}",
         )
 
     def _check_eps(self) -> None:
@@ -105,7 +119,7 @@ def check_kl(loss: LossConfig, updates: int) -> None:
     """Raises ValueError where the divergence is from the very weights of the only update of a
     batch, and so is 0, with a gradient of 0."""
     check(
-        not (loss.kl and loss.recomputed and updates == 1),
+        not (loss.kl and loss.reference is None and loss.recomputed and updates == 1),
         f"loss.kl={loss.kl} is of the trainer before the batch, and sched.updates and sched.epochs "
-        "of 1 leave nothing between: raise one, or set loss.anchor=sampler",
+        "of 1 leave nothing between: raise one, or set loss.anchor=sampler or loss.reference=start",
     )

@@ -262,7 +262,7 @@ class PackedTree:
     occurrence_sample: np.ndarray  # i32[M], index into the samples merged; 0 at padding
     old_logp: np.ndarray  # f32[M]
     advantage: np.ndarray  # f32[M]
-    weight: np.ndarray  # f32[M], > 0 at a trained occurrence, 0 at padding
+    weight: np.ndarray  # f32[M], or f64 in such a step, > 0 at a trained occurrence, 0 at padding
     occurrence_index: np.ndarray  # i64[M], place in the concatenated samples; -1 at padding
     multiplicity: np.ndarray  # f32[N], samples that pass through a token; 0 at padding
     routes: np.ndarray | None  # int[N, layers, k], as in `Sample`; `NO_ROUTE` at padding

@@ -2,9 +2,9 @@
 
 Micro-batches and log-probs of a forward pass over them go in; the micro-batches come out with
 more of each occurrence in `PackedTree.others`: "anchor", its log-prob under the trainer's policy
-before the first update of a batch, and "sequence", the mean of logp - anchor over the trained
-tokens of its sample. Both are of whole samples of the step, whatever micro-batch, block or rank
-holds their occurrences.
+before the first update of a batch, "reference", its log-prob under the policy that the loss holds
+it near, and "sequence", the mean of logp - anchor over the trained tokens of its sample. All are of
+whole samples of the step, whatever micro-batch, block or rank holds their occurrences.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,8 +23,12 @@ Logps = Iterable[tuple[np.ndarray, Any]]  # places among the samples, -1 at padd
 
 def anchored(parts: Sequence[MicroBatch], found: Logps) -> list[MicroBatch]:
     """`parts` with the log-probs `found` as the anchor of each occurrence."""
-    logp = _by_place(found)
-    return _with(parts, "anchor", lambda tree: logp[tree.occurrence_index])
+    return _placed(parts, "anchor", found)
+
+
+def referenced(parts: Sequence[MicroBatch], found: Logps) -> list[MicroBatch]:
+    """`parts` with the log-probs `found` as the reference of each occurrence."""
+    return _placed(parts, "reference", found)
 
 
 def wants_sequences(parts: Sequence[MicroBatch], cfg: StepConfig) -> bool:
@@ -51,6 +55,11 @@ def sequenced(parts: Sequence[MicroBatch], found: Logps) -> list[MicroBatch]:
     total, count = np.bincount(sample, weights=delta), np.bincount(sample)
     mean = (total / np.maximum(1, count)).astype(logp.dtype)
     return _with(parts, "sequence", lambda tree: mean[tree.occurrence_sample])
+
+
+def _placed(parts: Sequence[MicroBatch], name: str, found: Logps) -> list[MicroBatch]:
+    logp = _by_place(found)
+    return _with(parts, name, lambda tree: logp[tree.occurrence_index])
 
 
 def _by_place(found: Logps) -> np.ndarray:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from jax.dtypes import canonicalize_dtype
 
 from forge_jax.config import LossConfig
 from forge_jax.types import CarriedTree, MicroBatch, PackedTree, Sample
@@ -26,7 +27,7 @@ def averaged(
 
     def weighted(tree: PackedTree) -> PackedTree:
         weight = np.where(tree.weight > 0, weights[tree.occurrence_sample], 0)
-        return replace(tree, weight=weight.astype(np.float32))
+        return replace(tree, weight=weight.astype(canonicalize_dtype(weight.dtype)))
 
     return [
         replace(part, tree=weighted(part.tree)) if isinstance(part, CarriedTree) else weighted(part)

@@ -5,14 +5,15 @@ names the update after which it was taken.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
 
 from forge_jax.config import UserError
-from forge_jax.rl.state import TrainState
 from forge_jax.rl.writing import written
+
+State = TypeVar("State")  # a TrainState, or what of one is kept
 
 
 class Checkpoints:
@@ -40,7 +41,7 @@ class Checkpoints:
         """Steps of all whole checkpoints, in order."""
         return sorted(self._manager.all_steps())
 
-    def save(self, step: int, state: TrainState, host: dict[str, Any]) -> None:
+    def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
         """Writes state and cursors as one object; returns when it is on disk.
 
         Raises ValueError if there is a checkpoint of `step` or a later one, OSError naming the
@@ -57,7 +58,7 @@ class Checkpoints:
                 ),
             )
 
-    def restore(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
+    def restore(self, step: int, like: State) -> tuple[State, dict[str, Any]]:
         """The checkpoint of `step`, with the shapes and shardings of `like`.
 
         Raises UserError naming the folder if it cannot be read or does not fit.
@@ -78,13 +79,14 @@ class Checkpoints:
             raise UserError(
                 f"checkpoint {self.folder / str(step)} cannot be read: {reason}"
             ) from error
-        return found.state, found.host
+        state: State = found.state
+        return state, found.host
 
     def close(self) -> None:
         self._manager.close()
 
 
-def _check_shapes(stored: Any, like: TrainState) -> None:
+def _check_shapes(stored: Any, like: Any) -> None:
     """Raises ValueError naming the first array that is not in both, or of another shape."""
     there, here = _shapes(stored), _shapes(like)
     for name in sorted(there.keys() | here.keys()):

@@ -112,6 +112,7 @@ async def play(run: Run, start: Start) -> dict[str, Any] | None:
                 on_step=keeper.keep,
                 decode=run.model.chat.tokenizer.decode,
                 base=start.base,
+                reference=start.reference,
                 stop=stop,
                 measured=lambda step: measured(run, up, step),
                 faults=lambda: {

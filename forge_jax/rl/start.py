@@ -17,7 +17,7 @@ from rich.progress import Progress
 from forge_jax.config import LossConfig, OptimConfig, TrainConfig, UserError
 from forge_jax.models.layout import draw, layout
 from forge_jax.models.load import LoadedModel
-from forge_jax.models.lora import adapters_layout
+from forge_jax.models.lora import adapters_layout, tuned
 from forge_jax.models.mtp import grown
 from forge_jax.rl.balance import check_model
 from forge_jax.rl.checkpoint import Checkpoints
@@ -25,6 +25,7 @@ from forge_jax.rl.demonstrate import demonstrations, drawn
 from forge_jax.rl.losses import LOSSES, negative_log_likelihood
 from forge_jax.rl.measure import Totals
 from forge_jax.rl.mixture import imitated_play
+from forge_jax.rl.reference import remembered
 from forge_jax.rl.state import TrainState, create
 from forge_jax.rl.step import StepConfig, Updated
 from forge_jax.rl.warm import warm_start
@@ -42,6 +43,7 @@ class Start:
     step: int  # updates done
     state: TrainState
     base: Any  # what adapters are trained beside; None where the model is trained
+    reference: Any  # parameters to compute with, that the loss holds the policy near; None: of none
     totals: Totals
     cursors: dict[str, Any] | None  # of the collector; None at a fresh start
 
@@ -88,16 +90,34 @@ def beginning(
     if step is None:
         params = warm_params(cfg, model, params, base, folder, bars)
         state = create(params, cfg.optim)
-        return Start(step=0, state=state, base=base, totals=Totals(), cursors=None)
+        reference = reference_of(cfg, base, params, folder, fresh=True)
+        return Start(
+            step=0, state=state, base=base, reference=reference, totals=Totals(), cursors=None
+        )
     late = cfg.sched.hold_updates
     if late and 0 < step < cfg.steps:
         raise UserError(
             f"sched.hold_updates={late}: checkpoint {step} lacks the older weights that its engine "
             "sampled from; such a run goes on from its start alone"
         )
+    reference = reference_of(cfg, base, params, folder, fresh=False)
     state, host = checkpoints.restore(step, create(params, cfg.optim))
-    totals = Totals(**host["totals"])
-    return Start(step=step, state=state, base=base, totals=totals, cursors=host["cursors"])
+    return Start(
+        step=step,
+        state=state,
+        base=base,
+        reference=reference,
+        totals=Totals(**host["totals"]),
+        cursors=host["cursors"],
+    )
+
+
+def reference_of(cfg: TrainConfig, base: Any, params: Any, folder: Path, fresh: bool) -> Any:
+    """What the loss holds the policy near: `params` as they were when the run in `folder` was
+    `fresh`, beside `base`; None where it holds it near nothing of the kind."""
+    if cfg.loss.reference is None:
+        return None
+    return tuned(base, remembered(params, folder, fresh))
 
 
 def placed(cfg: TrainConfig, model: LoadedModel, mesh: Mesh) -> tuple[Any, Any]:

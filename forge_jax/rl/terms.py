@@ -4,6 +4,9 @@ Log-probs, entropies, guesses and routing go in; sums of terms over a denominato
 before micro-batching come out, with their metrics: the shares of a step add up to its loss.
 """
 
+from dataclasses import replace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -29,13 +32,18 @@ def share_of_loss(
     seen = seen_of(logp, batch, cfg)
     judged = cfg.loss(seen, cfg.objective, cfg.ratio_cap)
     each = judged.loss
+    trained = (weight > 0).astype(weight.dtype)  # whatever a mean of the loss is over
+    beside = {}
     if cfg.objective.kl:
-        each = each + cfg.objective.kl * divergence(logp, seen.anchor)
+        reference = cfg.objective.reference is not None
+        apart = divergence(logp, reference_of(batch, logp.dtype) if reference else seen.anchor)
+        each = each + cfg.objective.kl * apart
+        beside = {"kl_reference": Mean.of(apart, trained)} if reference else {}
     if cfg.objective.entropy:
         each = each - cfg.objective.entropy * entropy
     terms = jnp.where(weight > 0, each * weight, 0.0)
-    trained = (weight > 0).astype(weight.dtype)  # whatever a mean of the loss is over
     metrics = measure(logp, seen.old_logp, entropy, judged.clipped, trained)
+    metrics = replace(metrics, beside=beside)
     return jnp.sum(terms) / denominator, jax.lax.stop_gradient((metrics, logp, terms))
 
 
@@ -58,6 +66,13 @@ def seen_of(logp: Float[Array, " M"], batch: Batch, cfg: StepConfig) -> Seen:
         sequence=others.get("sequence", jnp.zeros_like(logp)),
         advantage=advantage,
     )
+
+
+def reference_of(batch: Batch, dtype: Any) -> Float[Array, " M"]:
+    """Log-probs of the policy that the loss holds its own near. Raises ValueError without any."""
+    if "reference" not in batch.others:
+        raise ValueError("loss.reference needs its log-probs: see forge_jax.rl.anchors")
+    return jnp.asarray(batch.others["reference"], dtype)
 
 
 def share_of_modules(

@@ -2,7 +2,7 @@
 
 A batch's groups of samples go in; minibatches of packed micro-batches come out, one for each
 update. Places of occurrences count over the whole batch throughout, and what is recomputed as an
-anchor is so once, under the weights before the first update.
+anchor is so once, under the weights before the first update, as is what a reference makes of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from forge_jax.config import Skip
-from forge_jax.rl.anchors import anchored
+from forge_jax.rl.anchors import Logps, anchored, referenced
 from forge_jax.rl.forward import StepConfig
 from forge_jax.rl.parallel import logprobs
 from forge_jax.rl.step import Updated
@@ -66,20 +66,36 @@ def _moved(tree: PackedTree, samples: int, tokens: int) -> PackedTree:
 
 
 def compared(
-    minibatches: Sequence[Minibatch], params: Any, epochs: int, cfg: StepConfig
+    minibatches: Sequence[Minibatch],
+    params: Any,
+    epochs: int,
+    cfg: StepConfig,
+    reference: Any = None,
 ) -> list[Minibatch]:
     """The minibatches of `epochs` passes in order, with log-probs under `params`, the weights
-    before the first of their updates, where the loss compares later ones with these."""
-    passes = list(minibatches) * epochs
-    if not cfg.objective.recomputed or len(passes) == 1:
-        return passes
-    told = [
-        replace(one, parts=tuple(anchored(one.parts, logprobs(params, one.parts, cfg))))
+    before the first of their updates, where the loss compares later ones with these; and under
+    those of a `reference`, unless it is None."""
+    told = list(minibatches)
+    if cfg.objective.recomputed and len(told) * epochs > 1:
+        told = _told(told, anchored, params, cfg)
+    if reference is not None:
+        told = _told(told, referenced, reference, cfg)
+    return told * epochs
+
+
+def _told(
+    minibatches: Sequence[Minibatch],
+    tell: Callable[[Sequence[MicroBatch], Logps], list[MicroBatch]],
+    params: Any,
+    cfg: StepConfig,
+) -> list[Minibatch]:
+    """`minibatches` as `tell` makes them with their log-probs under `params`."""
+    return [
+        replace(one, parts=tuple(tell(one.parts, logprobs(params, one.parts, cfg))))
         if one.parts
         else one
         for one in minibatches
     ]
-    return told * epochs
 
 
 def together(done: Sequence[Updated], minibatches: int) -> Updated:

@@ -83,7 +83,7 @@ def test_a_row_tells_what_was_skipped_and_that_nothing_was_trained() -> None:
     for limit, why in ((None, None), (0.999, Skip.ESS)):
         guard = Guard(ProtectConfig(least_ess=limit))
         state, fit = create(parameters(), CFG.optim), Fit(prior(MODEL))
-        state, row = train_step(state, batch, 3, 1, CFG, Audit(0), fit, guard, None)
+        state, row = train_step(state, batch, 3, 1, CFG, Audit(0), fit, guard, None, None)
         assert int(state.step) == (0 if why else 1)
         assert (row["stepped"], row["skipped"]) == (why is None, why)
         assert row["tokens_skipped"] == (12 if why else 0)

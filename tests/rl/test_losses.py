@@ -34,10 +34,10 @@ def drawn(seed: int) -> dict[str, np.ndarray]:
     return {"logp": logp, "old_logp": old, "anchor": anchor, "advantage": rng.normal(0, 1, 64)}
 
 
-def sequence_of(x: dict[str, np.ndarray]) -> np.ndarray:
-    """Mean log ratio of each occurrence's sample."""
+def sequence_of(x: dict[str, np.ndarray], sample: np.ndarray = SAMPLE) -> np.ndarray:
+    """Mean log ratio of each occurrence's `sample`."""
     delta = x["logp"] - x["anchor"]
-    return (np.bincount(SAMPLE, delta) / np.bincount(SAMPLE))[SAMPLE]
+    return (np.bincount(sample, delta) / np.maximum(1, np.bincount(sample)))[sample]
 
 
 def ours(x: dict[str, np.ndarray], cfg: LossConfig) -> tuple[Any, Any, Any]:
@@ -54,25 +54,27 @@ def ours(x: dict[str, np.ndarray], cfg: LossConfig) -> tuple[Any, Any, Any]:
         return np.asarray(judged.loss), np.asarray(slopes), np.asarray(judged.clipped)
 
 
-def by_hand(x: dict[str, np.ndarray], cfg: LossConfig) -> tuple[Any, Any, Any]:
+def by_hand(
+    x: dict[str, np.ndarray], cfg: LossConfig, sample: np.ndarray = SAMPLE, cap: float = CAP
+) -> tuple[Any, Any, Any]:
     """The same, from the papers' formulas."""
     logp, old, anchor, a = (x[k] for k in ("logp", "old_logp", "anchor", "advantage"))
     least, most = cfg.bounds
     with np.errstate(over="ignore"):
         ratio, behaviour = np.exp(logp - anchor), np.exp(anchor - old)
         bounded = np.exp(np.clip(logp - anchor, -20, 20))
-        whole = np.exp(np.clip(sequence_of(x), -20, 20))
+        whole = np.exp(np.clip(sequence_of(x, sample), -20, 20))
     out = ((a > 0) & (ratio > most)) | ((a < 0) & (ratio < least))
     flat = out | (np.abs(logp - anchor) > 20)
     clipped_value = -np.where(out, np.clip(ratio, least, most), bounded) * a
     clipped_slope = np.where(flat, 0, -bounded * a)
     if cfg.kind == "cispo":
-        capped = np.minimum(ratio, CAP)
-        drop = out if cfg.mask else np.zeros(64, bool)
+        capped = np.minimum(ratio, cap)
+        drop = out if cfg.mask else np.zeros(len(a), bool)
         return (
             np.where(drop, 0, -capped * a * logp),
             np.where(drop, 0, -capped * a),
-            (drop | (ratio > CAP)),
+            (drop | (ratio > cap)),
         )
     if cfg.kind == "clip":
         return clipped_value, clipped_slope, out
@@ -80,12 +82,12 @@ def by_hand(x: dict[str, np.ndarray], cfg: LossConfig) -> tuple[Any, Any, Any]:
         out = ((a > 0) & (whole > most)) | ((a < 0) & (whole < least))
         held = np.where(out, np.clip(whole, least, most), whole)
         return -held * a, np.where(out, 0, -whole * a), out
-    weight, capped = np.minimum(behaviour, CAP), behaviour > CAP
+    weight, capped = np.minimum(behaviour, cap), behaviour > cap
     if cfg.kind == "decoupled":
         return weight * clipped_value, weight * clipped_slope, out | capped
     if cfg.kind == "tis":
         return -weight * a * logp, -weight * a, capped
-    return -a * logp, -a, np.zeros(64, bool)
+    return -a * logp, -a, np.zeros(len(a), bool)
 
 
 CONFIGS = [
@@ -192,6 +194,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kind": "decoupled", "anchor": "sampler"}, "anchor=sampler"),
     ({"kind": "reinforce", "anchor": "trainer"}, "kl=0.0"),
     ({"kl": -1.0}, "kl=-1.0"),
+    ({"kl": 0.1, "reference": "base"}, "reference='base'"),
+    ({"reference": "start"}, "kl=0.0"),
+    ({"kind": "reinforce", "anchor": "trainer", "kl": 0.1, "reference": "start"}, "not from the a"),
     ({"entropy": -1.0}, "entropy=-1.0"),
     ({"per": "turn"}, "per='turn'"),
     ({"per": "constant"}, "constant=None"),

@@ -16,14 +16,21 @@ import pytest
 from small_run import config
 
 from experiments.models import resolve
-from forge_jax.config import TrainConfig
+from forge_jax.config import LossConfig, TrainConfig
 from forge_jax.rl import loop, run
 from forge_jax.rl.evaluate import Evaluation
 from forge_jax.rl.report import read_rows
 from forge_jax.rollout.runner import Runner
 from forge_jax.sched.pool import Pool
 
-CFG = config(warm=60, synchronous=True, in_flight=2, window=0, episode_seconds=60.0)
+# Two updates of a batch, compared with the policy before them and with that of the start: what
+# goes on has to find all of it.
+CFG = dataclasses.replace(
+    config(
+        warm=60, synchronous=True, in_flight=2, window=0, episode_seconds=60.0, updates=2, epochs=2
+    ),
+    loss=LossConfig(kind="clip", anchor="trainer", kl=0.1, reference="start"),
+)
 
 
 def played(cfg: TrainConfig, folder: Path) -> dict[str, Any]:
@@ -47,8 +54,10 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list
     """Summary and rows of a run without a fault."""
     folder = tmp_path_factory.mktemp("calm")
     summary = played(CFG, folder)
-    assert any(row["stepped"] for row in history(folder))
-    return summary, history(folder)
+    rows = history(folder)
+    assert any(row["updates"] > 2 for row in rows)
+    assert any(row.get("kl_reference", 0) > 0 for row in rows)
+    return summary, rows
 
 
 def break_after_an_update(part: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,9 +131,12 @@ def test_a_run_that_is_terminated_saves_its_last_update_and_evaluations_change_n
     calm: tuple[dict[str, Any], list[dict[str, Any]]],
 ) -> None:
     real, cfg = loop.update, dataclasses.replace(CFG, eval=dataclasses.replace(CFG.eval, every=1))
+    told: list[int] = []
 
     def terminated(*args: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
+        if not told:
+            told.append(signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
         return real(*args)
 
     with monkeypatch.context() as patch:
