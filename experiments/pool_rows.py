@@ -42,7 +42,8 @@ ARRAYS = {
 EPISODE_COLUMNS = {
     "item": pa.int64(), "replica": pa.int64(), "family": pa.string(), "seed": pa.int64(),
     "split": pa.string(), "status": pa.string(), "error": pa.string(), "metrics": pa.string(),
-    "reward": pa.float64(), "advantage": pa.float64(), "turn": pa.int64(), "left_out": pa.string(),
+    "reward": pa.float64(), "outcome_advantage": pa.float64(), "turn": pa.int64(),
+    "left_out": pa.string(),
 }  # fmt: skip
 
 
@@ -65,8 +66,9 @@ SCHEMA = pa.schema(list((EPISODE_COLUMNS | TURN_COLUMNS).items()))
 
 
 def rows_of(group: Sequence[Episode]) -> Iterator[Row]:
-    """The calls of a group. `left_out` is why a trainer learns nothing from a call, null if it
-    does; `advantage` is what it has by the outcome alone, null where it has none."""
+    """The calls of a group. `outcome_advantage` is what a call has by the outcomes of its group
+    alone, with the default credit, null where it has none; `left_out` is why a trainer so credited
+    learns nothing from it, null if it does."""
     [credit] = credited([group])
     for episode, values in zip(group, credit, strict=True):
         shared = {
@@ -84,7 +86,7 @@ def rows_of(group: Sequence[Episode]) -> Iterator[Row]:
             none = bool(np.isnan(values[number]))
             why = why_left_out(turn, episode.outcome, constant=none)
             own = None if none else float(values[number])
-            label = {"turn": number, "left_out": _plain(why), "advantage": own}
+            label = {"turn": number, "left_out": _plain(why), "outcome_advantage": own}
             yield shared | label | {name: _plain(_value(turn, name)) for name in TURN_COLUMNS}
 
 

@@ -139,7 +139,7 @@ def test_rows_say_what_a_trainer_learns_from() -> None:
         assert len(trained) == len(samples)
         for row, (sample, turn) in zip(trained, samples, strict=True):
             assert row["output"].tolist() == turn.output.tolist()
-            assert set(sample.advantage[sample.mask]) <= {np.float32(row["advantage"])}
+            assert set(sample.advantage[sample.mask]) <= {np.float32(row["outcome_advantage"])}
 
 
 def ends_after(reads: int, patch: pytest.MonkeyPatch) -> list[int]:
