@@ -110,11 +110,13 @@ async def reinforce(
     measured: Callable[[int], Awaitable[Mapping[str, Any]]],
     decode: Decode,
     base: Any = None,
+    reference: Any = None,
 ) -> TrainState:
     """Updates `first` to `cfg.steps`, from what agents play meanwhile; the final state.
 
     With a `base`, `state` is of its adapters; the engine gets both merged. `decode` is the
-    policy's tokenizer: what sampled tokens say.
+    policy's tokenizer: what sampled tokens say. `reference` is of the policy that the loss holds
+    its own near.
 
     `on_step` is called on the device thread after each update, while agents go on. What is
     in flight at the end is cancelled. With `stop` set an update that runs is ended and is the
@@ -150,6 +152,7 @@ async def reinforce(
                 costs,
                 guard,
                 base,
+                reference,
             )
             weights = await loop.run_in_executor(
                 device, merge, tuned(base, state.params), step_cfg.lora
@@ -158,9 +161,7 @@ async def reinforce(
             if due is not None:
                 await engine.swap(*due)
             collector.updated()
-            row = {"step": step} | episode_row(taken) | lineage_row(taken)
-            row |= await asyncio.to_thread(reward_row, taken, scorer)
-            row |= batch_row(batch.left_out, batch.samples, batch.trees)
+            row = {"step": step} | await asyncio.to_thread(consumed_row, taken, batch, scorer)
             row |= drafts_row(before, engine.stats())
             row |= trained | {"seconds_collect": collected - began}
             row |= domain_row(cfg, taken, collector)
@@ -177,6 +178,12 @@ async def reinforce(
     return state
 
 
+def consumed_row(taken: Sequence[Taken], batch: Prepared, scorer: Scorer) -> dict[str, Any]:
+    """What the row of a step says of the items it consumed, and of the batch they became."""
+    row = episode_row(taken) | lineage_row(taken) | reward_row(taken, scorer)
+    return row | batch_row(batch.left_out, batch.samples, batch.trees)
+
+
 def train_step(
     state: TrainState,
     batch: Prepared,
@@ -187,12 +194,14 @@ def train_step(
     costs: Fit,
     guard: Guard,
     base: Any,
+    reference: Any,
 ) -> tuple[TrainState, dict[str, Any]]:
     """The updates of a batch, and what they say of themselves; one without a trained token
     changes nothing, and neither does one that `guard` skips."""
     found: list[Updated] = []
     judge, row = guard.judge(batch.samples), {}
-    for one in compared(batch.minibatches, tuned(base, state.params), epochs, cfg):
+    before = tuned(base, state.params)
+    for one in compared(batch.minibatches, before, epochs, cfg, reference):
         state, done = update(state, one.parts, cfg, base, judge)
         observe(costs, one.parts, done, cfg.tile)
         row = guard.row(done)

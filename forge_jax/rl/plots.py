@@ -26,6 +26,7 @@ OTHERS = (
     ("quantiles of the ratio", ("ratio_p1", "ratio_p10", "ratio_p50", "ratio_p90", "ratio_p99")),
     ("age of tokens in updates", ("age_mean", "age_max")),
     ("cosine of gradients", ("grad_cosine",)),
+    ("divergence from the reference", ("kl_reference",)),
     (
         "acceptance of drafts",
         ("acceptance_1", "acceptance_2", "mtp_accepted_1", "mtp_accepted_2"),
