@@ -4,6 +4,7 @@ What is trained goes in as it is at the first start, and is kept in the run's fo
 out then and at every resume, to the bit, in arrays that no update consumes.
 """
 
+import shutil
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,13 @@ def remembered(params: Any, folder: Path, fresh: bool) -> Any:
 
     Raises UserError where the run began without keeping it, or it cannot be read.
     """
-    if not fresh and not (folder / FOLDER).is_dir():
+    place = folder / FOLDER
+    if not fresh and not place.is_dir():
         raise UserError(f"loss.reference=start: {folder} began without it, and lacks {FOLDER}/")
-    with closing(Checkpoints(folder / FOLDER, keep=1)) as kept:
-        if kept.latest() is None:
+    if fresh and place.exists():  # of a start that came to nothing, as below warm.gate
+        shutil.rmtree(place)
+    with closing(Checkpoints(place, keep=1)) as kept:
+        if fresh:
             kept.save(0, params, {})
         found, _ = kept.restore(0, params)
     return found

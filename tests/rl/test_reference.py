@@ -31,6 +31,7 @@ def test_what_is_remembered_is_the_start_to_the_bit_whatever_is_trained_since(
     wanted = jax.device_get(start)
     with pytest.raises(UserError, match="began without it"):
         remembered(start, tmp_path, fresh=False)
+    remembered(drawn(2), tmp_path, fresh=True)  # a start that came to nothing
     found = remembered(start, tmp_path, fresh=True)
     jax.tree.map(lambda x: x.delete(), start)  # as an update does
     for again in (found, remembered(drawn(1), tmp_path, fresh=False)):
