@@ -33,8 +33,10 @@ from forge_jax.config import (
     BudgetConfig,
     ContextConfig,
     EvalConfig,
+    FaultConfig,
     MeshConfig,
     ProgramConfig,
+    RewardConfig,
     RolloutConfig,
     ToolsConfig,
     UserError,
@@ -44,6 +46,7 @@ from forge_jax.config import (
 from forge_jax.rl.evaluate import NothingPlayed, held_out, played, summarise
 from forge_jax.rl.play import Player, remote_episode
 from forge_jax.rl.report import progress
+from forge_jax.rl.rewards import OUTCOME, Scorer
 from forge_jax.rl.scores import scores
 from forge_jax.rl.serving import serving, shared_client
 from forge_jax.sharding import mesh_from
@@ -63,6 +66,7 @@ class Config:
     temperature: float = 1.0
     concurrency: int = 64
     episode_seconds: float = 60.0
+    scripts: tuple[str, ...] = ()  # of right letters, as LATIN; empty: any is right
     agent: ProgramConfig | None = None  # null: the task family's own
     tools: ToolsConfig | None = None  # MCP servers of a white-box agent in its place
     context: ContextConfig | None = None  # of a white-box agent; null: as the family has it
@@ -93,7 +97,12 @@ class Config:
             self.url is None or self.budget == BudgetConfig(),
             f"budget={self.budget} goes with a model served here, not with url={self.url}",
         )
+        check(
+            self.url is None or not self.scripts,
+            f"scripts={list(self.scripts)} needs the tokens of replies, which url= does not tell",
+        )
         check(self.episode_seconds > 0, f"episode_seconds={self.episode_seconds} must be > 0")
+        rewarded(self)  # where names of scripts are checked
         check(bool(self.task), "task=[] must name at least one task family")
         check(len(set(self.task)) == len(self.task), f"task={list(self.task)}: each once")
         check(
@@ -149,7 +158,8 @@ async def here(cfg: Config, agents: Mapping[str, Agent]) -> list[Row]:
                     budget=cfg.budget,
                 ).episode
 
-            return await shown(cfg, {name: player(agent) for name, agent in agents.items()})
+            scorer = Scorer(reward=rewarded(cfg), decode=model.chat.tokenizer.decode)
+            return await shown(cfg, {n: player(agent) for n, agent in agents.items()}, scorer)
 
 
 async def at_url(cfg: Config, agents: Mapping[str, Agent]) -> list[Row]:
@@ -162,10 +172,15 @@ async def at_url(cfg: Config, agents: Mapping[str, Agent]) -> list[Row]:
                 agent, client, cfg.model, number, task, cfg.episode_seconds
             )
 
-        return await shown(cfg, {name: player(agent) for name, agent in agents.items()})
+        return await shown(cfg, {n: player(agent) for n, agent in agents.items()}, OUTCOME)
 
 
-async def shown(cfg: Config, players: Mapping[str, Play]) -> list[Row]:
+def rewarded(cfg: Config) -> RewardConfig:
+    """What is a fault of a call."""
+    return RewardConfig(faults=FaultConfig(scripts=cfg.scripts))
+
+
+async def shown(cfg: Config, players: Mapping[str, Play], scorer: Scorer) -> list[Row]:
     """Evaluates task family by task family, with progress bars on stderr."""
     with progress(Console(stderr=True)) as bars:
         added = {n: bars.add_task(f"{n} held out", total=cfg.episodes, shown="") for n in players}
@@ -173,7 +188,7 @@ async def shown(cfg: Config, players: Mapping[str, Play]) -> list[Row]:
         for name, play in players.items():
             advance = functools.partial(bars.advance, added[name])
             episodes = await sampled(cfg, name, play, advance)
-            rows.append(row_of(cfg, name, episodes))
+            rows.append(row_of(cfg, name, episodes, scorer))
         return rows
 
 
@@ -188,10 +203,10 @@ async def sampled(cfg: Config, name: str, play: Play, advance: Callable[[], None
     )
 
 
-def row_of(cfg: Config, name: str, episodes: Sequence[Episode]) -> Row:
+def row_of(cfg: Config, name: str, episodes: Sequence[Episode], scorer: Scorer) -> Row:
     """What is told of a task family."""
     whole = dataclasses.asdict(summarise(episodes))
-    return {"task": name, "level": cfg.level} | whole | scores(episodes, cfg.samples)
+    return {"task": name, "level": cfg.level} | whole | scores(episodes, cfg.samples, scorer)
 
 
 if __name__ == "__main__":

@@ -95,11 +95,8 @@ class RewardConfig:
             named = f" of {name}" if name else ""
             unpaid = on == "all" and not self._paid(name)
             check(not unpaid, f"speed_on={on!r}{named} goes with a speed weight above 0")
-        measured = any(self.weights(name).process for name in [*names, ""])
-        check(
-            measured or self.faults == FaultConfig(),
-            f"faults={self.faults} without a family whose process weight is above 0",
-        )
+        for name in [*names, ""]:
+            self.weights(name)  # which refuses what is no weight
 
     def weights(self, family: str) -> Weights:
         """Those of the tasks of a family."""
@@ -117,6 +114,12 @@ class RewardConfig:
         """Whether the speed of a family's tasks, of "" that of any, weighs anything."""
         names = [family] if family else ["", *(one.family for one in self.families)]
         return any(self.weights(name).speed for name in names)
+
+    def measures(self, family: str) -> bool:
+        """Whether the faults of a family's calls are told: where they weigh anything, and where
+        anything is said of them. It takes time on long calls."""
+        told = self.faults != FaultConfig() or bool(self.scripts(family))
+        return told or self.weights(family).process > 0
 
     def _own(self, family: str) -> FamilyReward | None:
         return next((one for one in self.families if one.family == family), None)

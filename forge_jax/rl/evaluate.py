@@ -5,8 +5,8 @@ counted apart: they say nothing about the policy.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -27,6 +27,7 @@ class Evaluation:
     tokens_sampled: int
     seconds_mean: float  # of an episode, from its first call to the end of its last
     failures: int  # environment faults
+    faults: Mapping[str, float] = field(default_factory=dict)  # of a call, those asked for
 
 
 class NothingPlayed(Exception):

@@ -34,6 +34,7 @@ class Totals:
     seconds: float = 0.0  # wall time, all sessions
     eval_before: float | None = None  # success of the warm-started policy
     evals_before: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of each domain
+    faults_before: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of its calls
 
     def add(self, row: dict[str, Any]) -> "Totals":
         """The totals after one more step, described by its row."""

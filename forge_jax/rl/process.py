@@ -6,7 +6,7 @@ of its siblings is looked at.
 
 import math
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -15,15 +15,13 @@ from forge_jax.types import Finish, Turn
 
 Decode = Callable[[Sequence[int]], str]
 
-FAULTS = ("calls", "unfinished", "repetition", "certain", "language")
-
 
 def faults(
     turn: Turn, decode: Decode, cfg: FaultConfig, scripts: Sequence[str]
 ) -> dict[str, float]:
-    """The size of every fault of `FAULTS` in a call, 0 to 1; `scripts` empty: any is right."""
-    text = decode(turn.output.tolist()) if scripts else ""
-    return {
+    """The size of every fault in a call, 0 to 1, under the name of what it costs in `cfg`;
+    `scripts` empty: any is right, and `language` is left out."""
+    sizes = {
         "calls": bad_calls(turn),
         "unfinished": float(turn.finish is Finish.LENGTH),
         "repetition": repetition(turn.output, cfg.ngram),
@@ -31,11 +29,13 @@ def faults(
             turn.temperature > 0  # else all tokens are said to be certain
             and longest_certain(turn.logprobs, cfg.certain_p) >= cfg.certain_tokens
         ),
-        "language": mixing(text, scripts) if scripts else 0.0,
     }
+    if scripts:
+        sizes["language"] = mixing(decode(turn.output.tolist()), scripts)
+    return sizes
 
 
-def process_reward(sizes: dict[str, float], cfg: FaultConfig) -> float:
+def process_reward(sizes: Mapping[str, float], cfg: FaultConfig) -> float:
     """Minus what the faults of a call cost; at most 0."""
     costs = {
         "calls": cfg.calls,
@@ -44,7 +44,7 @@ def process_reward(sizes: dict[str, float], cfg: FaultConfig) -> float:
         "certain": cfg.certain,
         "language": cfg.language,
     }
-    return 0.0 - sum(costs[name] * sizes[name] for name in FAULTS)
+    return 0.0 - sum(costs[name] * size for name, size in sizes.items())
 
 
 def bad_calls(turn: Turn) -> float:

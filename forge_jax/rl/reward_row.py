@@ -1,7 +1,7 @@
 """What the consumed episodes were rewarded for: every component's mean, one row a step.
 
-Consumed items go in, plain JSON comes out. What a component weighs does not matter here, only
-whether it weighs anything: one that nobody asked for is not measured.
+Consumed items go in, plain JSON comes out. What a component weighs does not matter here: speed is
+told where it weighs anything, faults also where anything is said of them.
 """
 
 import logging
@@ -12,10 +12,10 @@ import numpy as np
 
 from forge_jax.rl.collect import Taken
 from forge_jax.rl.measure import mean
-from forge_jax.rl.process import FAULTS, faults
-from forge_jax.rl.rewards import Scorer, process, solved, speed_rewards
+from forge_jax.rl.process import process_reward
+from forge_jax.rl.rewards import Scorer, fault_means, measured_faults, solved, speed_rewards
 from forge_jax.rl.speed import times_of
-from forge_jax.types import Episode, Finish
+from forge_jax.types import Episode
 
 logger = logging.getLogger(__name__)
 
@@ -49,23 +49,12 @@ def _speeds(group: Sequence[Episode], scorer: Scorer) -> np.ndarray:
 
 
 def _process(valid: Sequence[Episode], scorer: Scorer) -> dict[str, Any]:
-    calls = [
-        (episode, number)
-        for episode in valid
-        if scorer.reward.weights(episode.task.family).process
-        for number, turn in enumerate(episode.turns)
-        if turn.finish is not Finish.ABORT
-    ]
-    if not calls:
+    sizes = measured_faults(valid, scorer)
+    if not sizes:
         return {}
-    cfg = scorer.reward
-    sizes = [
-        faults(e.turns[n], scorer.decode, cfg.faults, cfg.scripts(e.task.family)) for e, n in calls
-    ]
-    return {
-        "reward_process": mean([process(episode, number, scorer) for episode, number in calls]),
-        **{f"fault_{name}": mean([one[name] for one in sizes]) for name in FAULTS},
-    }
+    rewards = [process_reward(one, scorer.reward.faults) for one in sizes]
+    means = fault_means(sizes)
+    return {"reward_process": mean(rewards), **{f"fault_{n}": size for n, size in means.items()}}
 
 
 def alarmed(rows: Sequence[Mapping[str, Any]], row: dict[str, Any]) -> dict[str, Any]:

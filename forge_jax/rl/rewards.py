@@ -5,7 +5,7 @@ pool holds. Calls are ordered by their start, ties by their number; speed and ou
 the last of them. Calls that nobody received the answer of are no calls here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +15,7 @@ from forge_jax.rl.advantages import to_go
 from forge_jax.rl.evaluate import SOLVED
 from forge_jax.rl.process import Decode, faults, process_reward
 from forge_jax.rl.speed import speeds, times_of
-from forge_jax.types import Episode, Finish
+from forge_jax.types import Episode, Finish, Turn
 
 ALL = ""  # the agents of an episode that have no reward of their own, together
 
@@ -68,11 +68,12 @@ def part(episode: Episode, label: str, scorer: Scorer) -> Part:
         and (turn.agent not in outcome.agents if shared else turn.agent == label)
     ]
     calls = sorted(mine, key=lambda number: (turns[number].start, number))
-    weights = scorer.reward.weights(episode.task.family)
+    family = episode.task.family
+    weights = scorer.reward.weights(family)
     rewards = np.zeros(max(1, len(calls)))
     if weights.process:
         for place, number in enumerate(calls):
-            rewards[place] = weights.process * process(episode, number, scorer)
+            rewards[place] = weights.process * process(turns[number], family, scorer)
     rewards[-1] += weights.outcome * (outcome.reward if shared else outcome.agents[label])
     times = np.arange(len(rewards), dtype=np.float64)
     if scorer.credit.clock == "seconds" and calls:
@@ -87,10 +88,32 @@ def part(episode: Episode, label: str, scorer: Scorer) -> Part:
     )
 
 
-def process(episode: Episode, number: int, scorer: Scorer) -> float:
-    """The process reward of a call, at most 0."""
-    cfg, scripts = scorer.reward.faults, scorer.reward.scripts(episode.task.family)
-    return process_reward(faults(episode.turns[number], scorer.decode, cfg, scripts), cfg)
+def process(turn: Turn, family: str, scorer: Scorer) -> float:
+    """The process reward of a call at a task of a family, at most 0."""
+    return process_reward(faults_of(turn, family, scorer), scorer.reward.faults)
+
+
+def faults_of(turn: Turn, family: str, scorer: Scorer) -> dict[str, float]:
+    """The size of every fault of a call at a task of a family: see `forge_jax.rl.process`."""
+    return faults(turn, scorer.decode, scorer.reward.faults, scorer.reward.scripts(family))
+
+
+def fault_sizes(episode: Episode, scorer: Scorer) -> list[dict[str, float]]:
+    """The faults of every call of an episode."""
+    received = [turn for turn in episode.turns if turn.finish is not Finish.ABORT]
+    return [faults_of(turn, episode.task.family, scorer) for turn in received]
+
+
+def fault_means(sizes: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean size of every fault over the calls in which it was measured."""
+    names = dict.fromkeys(name for one in sizes for name in one)
+    return {name: float(np.mean([one[name] for one in sizes if name in one])) for name in names}
+
+
+def measured_faults(episodes: Sequence[Episode], scorer: Scorer) -> list[dict[str, float]]:
+    """The faults of every call of valid episodes, of families in which they are to be told."""
+    told = [e for e in episodes if e.outcome.valid and scorer.reward.measures(e.task.family)]
+    return [sizes for episode in told for sizes in fault_sizes(episode, scorer)]
 
 
 def solved(episode: Episode) -> bool:

@@ -36,7 +36,7 @@ from forge_jax.rl.plots import draw_curves
 from forge_jax.rl.pool import pool_of
 from forge_jax.rl.queueing import group_deadline
 from forge_jax.rl.report import Reporter, progress
-from forge_jax.rl.rewards import Scorer
+from forge_jax.rl.rewards import Scorer, fault_means, measured_faults
 from forge_jax.rl.serving import Serving, engine_elsewhere, serving
 from forge_jax.rl.start import Start, beginning, prepared, step_config
 from forge_jax.rl.stopping import stoppable
@@ -157,7 +157,12 @@ async def opened(run: Run, up: Serving, start: Start, collector: Collector) -> "
                 f"the policy solves {success:.2f} of {name}, below "
                 f"warm.gate={run.cfg.warm.gate}: RL would start from chance; raise warm.steps"
             )
-    totals = dataclasses.replace(start.totals, eval_before=whole.success, evals_before=solved)
+    totals = dataclasses.replace(
+        start.totals,
+        eval_before=whole.success,
+        evals_before=solved,
+        faults_before=whole.faults,
+    )
     keeper = Keeper(run, 0, totals)
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(run.device, keeper.save, 0, start.state, collector.state())
@@ -204,7 +209,8 @@ async def evaluation(run: Run, up: Serving, title: str) -> tuple[Evaluation, dic
         cfg.concurrency,
         advance=lambda: run.bars.advance(bar),
     )
-    found = summarise(episodes)
+    sizes = await asyncio.to_thread(measured_faults, episodes, scorer_of(run))
+    found = dataclasses.replace(summarise(episodes), faults=fault_means(sizes))
     low, high = found.success_ci
     run.bars.update(
         bar,
@@ -214,12 +220,13 @@ async def evaluation(run: Run, up: Serving, title: str) -> tuple[Evaluation, dic
 
 
 async def measured(run: Run, up: Serving, step: int) -> dict[str, float]:
-    """After every `eval.every` updates how much is solved, of all domains together and of each."""
+    """After every `eval.every` updates how much is solved, of all domains together and of each,
+    and what calls did wrong."""
     every = run.cfg.eval.every
     if every is None or step % every:
         return {}
     whole, domains = await evaluation(run, up, f"evaluation {step}")
-    row = {"eval": whole.success}
+    row = {"eval": whole.success} | {f"eval_fault_{n}": x for n, x in whole.faults.items()}
     if run.cfg.domains is not None:
         row |= {f"eval_{name}": found.success for name, found in domains.items()}
     return row
@@ -230,7 +237,7 @@ def new_collector(run: Run, up: Serving) -> Collector:
     cfg = run.cfg
     one = players(run, up, "train", cfg.seed, cfg.temperature)
     lanes = lanes_of(cfg)
-    scorer = Scorer(reward=cfg.reward, credit=cfg.credit, decode=run.model.chat.tokenizer.decode)
+    scorer = scorer_of(run)
     return Collector(
         lanes=lanes,
         pool=run.pool,
@@ -243,6 +250,12 @@ def new_collector(run: Run, up: Serving) -> Collector:
         filters=cfg.filter,
         constant=lambda group: says_nothing(group, scorer),
     )
+
+
+def scorer_of(run: Run) -> Scorer:
+    """How the episodes of a run are rewarded and credited."""
+    decode = run.model.chat.tokenizer.decode
+    return Scorer(reward=run.cfg.reward, credit=run.cfg.credit, decode=decode)
 
 
 def sizes(cfg: TrainConfig) -> RolloutConfig:

@@ -22,6 +22,7 @@ from forge_jax.rl.evaluate import (
     seconds_of,
     turns_of,
 )
+from forge_jax.rl.rewards import OUTCOME, Scorer, fault_means, fault_sizes
 from forge_jax.rl.speed import times_of
 from forge_jax.types import Episode
 
@@ -29,8 +30,9 @@ ERRORS = 5  # most frequent ones that are told
 ERROR_LENGTH = 160  # characters of one
 
 
-def scores(episodes: Sequence[Episode], samples: int) -> dict[str, Any]:
-    """What `samples` episodes of each task came to, beside what `summarise` tells of them."""
+def scores(episodes: Sequence[Episode], samples: int, scorer: Scorer = OUTCOME) -> dict[str, Any]:
+    """What `samples` episodes of each task came to, beside what `summarise` tells of them;
+    `scorer` says what a fault of a call is."""
     tasks = by_task(kept_of(episodes))
     recorded = any(episode.turns for episode in episodes)  # else the server is not ours
     row: dict[str, Any] = {"tasks": len(by_task(episodes)), "samples": samples}
@@ -40,6 +42,7 @@ def scores(episodes: Sequence[Episode], samples: int) -> dict[str, Any]:
             row |= estimate(name, tasks, measure)
     calling = [[e for e in own if e.outcome.metrics.get("calling_replies")] for own in tasks]
     row |= parallel([own for own in calling if own])
+    row |= faulty(tasks, scorer)
     row["ended"] = dict(Counter(str(episode.outcome.status) for episode in episodes))
     errors = Counter(e.outcome.error[:ERROR_LENGTH] for e in episodes if e.outcome.error)
     row["errors"] = dict(errors.most_common(ERRORS))
@@ -88,6 +91,20 @@ def pass_at(k: int, passed: int, played: int) -> float:
     arXiv 2107.03374.
     """
     return 1.0 - math.comb(played - passed, k) / math.comb(played, k)
+
+
+def faulty(tasks: Sequence[Sequence[Episode]], scorer: Scorer) -> dict[str, Any]:
+    """Of every fault its mean size over the calls of all tasks, and its interval; nothing of
+    episodes whose calls were not recorded."""
+    found: dict[str, Any] = {"faults": {}, "faults_ci": {}}
+    each = [[one for episode in own for one in fault_sizes(episode, scorer)] for own in tasks]
+    each = [sizes for sizes in each if sizes]  # of tasks with calls
+    counts = np.array([len(sizes) for sizes in each], np.float64)
+    for name, size in fault_means([one for sizes in each for one in sizes]).items():
+        totals = np.array([sum(one[name] for one in sizes) for sizes in each], np.float64)
+        found["faults"][name] = size
+        found["faults_ci"][name] = bootstrap(totals, counts)
+    return found
 
 
 def prompted_of(episode: Episode) -> float:

@@ -19,6 +19,7 @@ def summary_of(
     """What holds of the run as a whole."""
     rewards = [row["reward"] for row in rows]  # None where no episode was valid
     tenth = max(1, len(rewards) // 10)
+    faults = {"eval_before_faults": totals.faults_before, "eval_after_faults": after.faults}
     return {
         "steps": cfg.steps,
         "reward_first": mean([r for r in rewards[:tenth] if r is not None]),
@@ -26,6 +27,7 @@ def summary_of(
         "eval_before": totals.eval_before,
         "eval_after": after.success,
         "eval_after_ci": after.success_ci,
+        **(faults if after.faults else {}),
         "mean_turns": after.mean_turns,
         "episodes": totals.episodes,
         "tokens_sampled": totals.tokens_sampled,

@@ -62,12 +62,14 @@ def test_trainer_and_engine_agree_on_log_probs(calm: Path) -> None:
 
 def test_a_checkpoint_of_the_run_is_a_model_that_evaluates_alike(calm: Path) -> None:
     picture = calm / "eval.png"
-    overrides = ("task=hop,calc", "episodes=8", "rollout.slots=16", f"plot={picture}")
+    greek = "scripts=[GREEK]"
+    overrides = ("task=hop,calc", "episodes=8", "rollout.slots=16", greek, f"plot={picture}")
     model = f"model={calm}/checkpoints/5"
     rows = finish(start(model, *overrides, python=("-m", "experiments.eval")))["rows"]
     assert [row["task"] for row in rows] == ["hop", "calc"]
     assert picture.stat().st_size > 0
     found = rows[0]
+    assert found["faults"]["language"] > 0, "letters of replies are not Greek"
     summary = json.loads((calm / "summary.json").read_text())
     assert found["success"] == summary["eval_after"]
     assert found["success_ci"] == summary["eval_after_ci"]

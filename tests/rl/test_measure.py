@@ -6,7 +6,9 @@ from typing import Any
 
 from small_policy import make_turn
 
+from forge_jax.config import TrainConfig
 from forge_jax.rl.collect import Taken
+from forge_jax.rl.evaluate import summarise
 from forge_jax.rl.measure import (
     Totals,
     batch_row,
@@ -15,6 +17,7 @@ from forge_jax.rl.measure import (
     lineage_row,
     version_row,
 )
+from forge_jax.rl.summary import summary_of
 from forge_jax.types import Branch, Episode, Lineage, Outcome, Rule, Status, Task
 
 
@@ -67,6 +70,17 @@ def test_totals_are_sums_of_rows() -> None:
     assert (totals.episodes, totals.items, totals.tokens_sampled) == (6, 6, 20)
     assert (totals.lag_sum, totals.lag_max) == (14, 5)
     assert totals.eval_before == 0.25
+
+
+def test_a_summary_tells_faults_where_they_were_measured() -> None:
+    after, cfg = summarise([]), TrainConfig(model="quick", task="hop", steps=3)
+    assert not [key for key in summary_of(cfg, [], Totals(), after) if "faults" in key]
+    faulty = dataclasses.replace(after, faults={"calls": 0.25})
+    told = summary_of(cfg, [], Totals(faults_before={"calls": 0.5}), faulty)
+    assert (told["eval_before_faults"], told["eval_after_faults"]) == (
+        {"calls": 0.5},
+        {"calls": 0.25},
+    )
 
 
 def test_a_row_tells_of_the_drafts_of_its_step() -> None:

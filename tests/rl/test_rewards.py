@@ -99,6 +99,24 @@ def test_each_fault_costs_what_it_is_set_to_and_is_told_apart(name: str, fault: 
     assert row["reward_process"] == pytest.approx(bad / 2)
 
 
+def test_faults_are_told_where_anything_is_said_of_them_and_paid_where_they_weigh() -> None:
+    group = [episode(1.0, turn(output=[0x4E2D], refused=1), turn(1.0)), episode(0.0, turn())]
+    taken = [Taken(number=0, lag=0, updates=0, episodes=tuple(group))]
+    said = FaultConfig(scripts=("LATIN",), calls=0.5)
+    told = reward_row(taken, scorer(faults=said))
+    assert (told["fault_calls"], told["fault_language"]) == (1 / 3, 1 / 3)
+    assert told["reward_process"] == pytest.approx(-(0.5 + 1.0) / 3)
+    assert values(group, scorer(faults=said)) == values(group)
+    paid = reward_row(taken, scorer(faults=said, process=0.5))
+    assert paid == told
+    assert values(group, scorer(faults=said, process=0.5)) != values(group)
+    silent = reward_row(taken, scorer())
+    assert not [name for name in silent if name.startswith(("fault_", "reward_"))]
+    assert "fault_language" not in reward_row(taken, scorer(process=0.5))
+    latin = FamilyReward(family="hop", scripts=("LATIN",))
+    assert reward_row(taken, scorer(families=(latin,)))["fault_language"] == 1 / 3
+
+
 def test_waiting_is_free_and_what_runs_at_once_counts_once() -> None:
     waited = times_of([turn(0.0, 3.0, queue_seconds=2.0), turn(4.0, 1.0)])
     assert (waited.queue, waited.inference, waited.between) == (2.0, 2.0, 1.0)
@@ -234,7 +252,7 @@ def test_success_that_falls_with_the_time_of_successes_sets_the_alarm_off() -> N
             {"speed": 1.0, "families": [{"family": "hop", "speed": 0, "speed_on": "all"}]},
             "speed_on='all' of hop",
         ),
-        (RewardConfig, {"faults": {"ngram": 3}}, "process weight"),
+        (RewardConfig, {"process": -1.0}, "process=-1.0"),
         (RewardConfig, {"process": 1.0, "faults": {"scripts": ["latin"]}}, "latin"),
         (RewardConfig, {"families": [{"family": "hop"}, {"family": "hop"}]}, "hop more than once"),
     ],

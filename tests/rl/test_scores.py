@@ -1,5 +1,6 @@
 """pass@k is unbiased, intervals are over tasks, and nothing that failed is lost."""
 
+import dataclasses
 import itertools
 import math
 
@@ -7,8 +8,10 @@ import numpy as np
 import pytest
 from small_policy import make_turn
 
+from forge_jax.crediting import FaultConfig, RewardConfig
 from forge_jax.rl.evaluate import bootstrap, summarise
 from forge_jax.rl.measure import parallel_share
+from forge_jax.rl.rewards import Scorer
 from forge_jax.rl.scores import pass_at, scores
 from forge_jax.types import Episode, Outcome, Status, Task
 
@@ -77,6 +80,24 @@ def test_costs_are_means_over_episodes_with_intervals_around_them() -> None:
     assert low < row["tokens_sampled_mean"] < high
 
 
+def test_faults_are_means_over_the_calls_of_all_tasks() -> None:
+    def played(task: int, *bad: bool) -> Episode:
+        good = make_turn([1, 2], [97, 98, 99], [0] * 3)
+        turns = tuple(dataclasses.replace(good, refused=int(one)) for one in bad)
+        return dataclasses.replace(episode(task, 0, True), turns=turns)
+
+    episodes = [played(0, True), played(1, False, False, False), played(2, True, False)]
+    latin = RewardConfig(faults=FaultConfig(scripts=("LATIN",)))
+    row = scores(
+        episodes, 1, Scorer(reward=latin, decode=lambda ids: "中" + "".join(map(chr, ids)))
+    )
+    assert row["faults"]["calls"] == 2 / 6
+    assert row["faults"]["language"] == pytest.approx(1 / 4)
+    low, high = row["faults_ci"]["calls"]
+    assert low == 0 < 2 / 6 < high == 1, "tasks are drawn, each with all of its calls"
+    assert "language" not in scores(episodes, 1)["faults"]
+
+
 def test_what_failed_is_told_by_its_reason() -> None:
     broken = failed(7, Status.ENVIRONMENT_FAILED, "no disk")
     late = [failed(t, Status.TIMED_OUT, "no end after 5 s") for t in (8, 9)]
@@ -116,3 +137,4 @@ def test_what_a_server_elsewhere_does_not_tell_is_left_out() -> None:
     row = scores([Episode(item=0, replica=0, task=task, outcome=outcome, turns=())], 1)
     assert (row["mean_turns"], row["tokens_prompt_mean"], row["seconds_mean"]) == (3, 20, 0.5)
     assert "seconds_completion_mean" not in row
+    assert row["faults"] == {}
