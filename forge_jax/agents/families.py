@@ -25,6 +25,7 @@ from forge_jax.agents.tasks import (
     notes,
     qa,
     reasoning,
+    trail,
     wiki,
     wiki_team,
 )
@@ -64,6 +65,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "notes": notes,
         "qa": qa,
         "reasoning": reasoning.Reasoning(),
+        "trail": trail,
         "wiki": wiki,
         "wiki_team": wiki_team,
     }
@@ -85,7 +87,7 @@ def family_of(name: str) -> Family:
 Play = Callable[[np.random.Generator], tuple[ScriptedCall, ...]]
 # Of the families whose script can manage its context in any way.
 MANAGED: Mapping[str, Callable[..., tuple[ScriptedCall, ...]]] = MappingProxyType(
-    {"maze": maze.play, "wiki": wiki.play}
+    {"maze": maze.play, "trail": trail.play, "wiki": wiki.play}
 )
 
 
@@ -114,6 +116,7 @@ LEVELS: Mapping[str, int] = MappingProxyType(
         "hop_slow": len(hop_slow.LEVELS),
         "maze": len(maze.LEVELS),
         "qa": len(qa.LEVELS),
+        "trail": len(trail.LEVELS),
         "wiki": len(wiki.LEVELS),
         "wiki_team": len(wiki.LEVELS),
     }
@@ -133,7 +136,11 @@ def check_level(name: str, level: int) -> None:
 
 # Of the families whose worlds are a folder, which any agent can work in.
 WORKSPACES: Mapping[str, Callable[[Task], Workspace]] = MappingProxyType(
-    {"hop": hop_files.workspace_of, "hop_tool": hop_tool.workspace_of}
+    {
+        "hop": hop_files.workspace_of,
+        "hop_tool": hop_tool.workspace_of,
+        "trail": trail.workspace_of,
+    }
 )
 
 Script = Callable[[Task, np.random.Generator], tuple[ScriptedCall, ...]]

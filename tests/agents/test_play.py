@@ -25,6 +25,7 @@ from forge_jax.agents.tasks import (
     maze,
     notes,
     qa,
+    trail,
     wiki,
     wiki_team,
 )
@@ -46,6 +47,7 @@ PERFECT: dict[str, Any] = {
     "maze": maze.Noise(early=0.0),
     "notes": notes.Noise(forget=0.0),
     "qa": qa.Noise(shy=0.0),
+    "trail": trail.Noise(early=0.0, wrong=0.0, lost=0.0),
     "wiki": wiki.Noise(shy=0.0),
     "wiki_team": wiki.Noise(shy=0.0),
 }
@@ -61,6 +63,7 @@ MODULES: dict[str, Any] = {
     "maze": maze,
     "notes": notes,
     "qa": qa,
+    "trail": trail,
     "wiki": wiki,
     "wiki_team": wiki_team,
 }
@@ -75,6 +78,7 @@ WORLDS: dict[str, Any] = {
     "maze": maze.Maze,
     "notes": notes.Notes,
     "qa": qa.Qa,
+    "trail": trail.Trail,
     "wiki": wiki.Wiki,
     "wiki_team": wiki.Wiki,
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 from string import ascii_lowercase
 
 from forge_jax.agents.protocol import FolderReader
-from forge_jax.agents.tasks.hop import Hop, world_of
+from forge_jax.agents.tasks.hop import Chain, world_of
 from forge_jax.types import Task
 
 
@@ -19,7 +19,7 @@ from forge_jax.types import Task
 class HopFiles:
     """The folder of one chain."""
 
-    world: Hop
+    world: Chain
     prompt: str
 
     def setup(self, folder: Path) -> None:
@@ -29,7 +29,7 @@ class HopFiles:
     def score(self, folder: FolderReader, stdout: str) -> float:
         """The files are not read: the program could have changed them."""
         lines = stdout.strip().splitlines()
-        return float(bool(lines) and lines[-1].strip() == f"!{self.world.chain[-1]}")
+        return float(bool(lines) and lines[-1].strip() == self.world.answer(self.world.chain[-1]))
 
 
 def workspace_of(task: Task) -> HopFiles:
