@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "programs": {"loading"},
     "tool_servers": {"loading", "programs"},
     "stores": set(),
+    "restarts": set(),
     "crediting": {"loading"},
     "objective": {"loading"},
     "config": {
@@ -37,18 +38,19 @@ MAY_IMPORT = {
         "types", "drawing", "config", "trees", "sharding", "collectives", "models", "attention",
         "stores",
     },
-    "gateway": {"types", "drawing", "config", "models.chat", "models.tokenizer"},
-    "agents": {"types", "config", "managing", "programs", "tool_servers"},
+    "gateway": {"types", "drawing", "config", "restarts", "models.chat", "models.tokenizer"},
+    "agents": {"types", "config", "managing", "programs", "restarts", "tool_servers"},
     "sched": {"types", "drawing", "config", "stores"},
     "rl": {
         "types", "drawing", "config", "trees", "sharding", "collectives", "attention", "models",
-        "rollout", "gateway", "agents", "sched",
+        "restarts", "rollout", "gateway", "agents", "sched",
     },
 }  # fmt: skip
 JAX_FREE = {
     "crediting", "domains", "drawing", "lineage", "types", "loading", "managing",
-    "objective", "parts", "protection", "rolling",
-    "scheduling", "programs", "tool_servers", "config", "stores", "gateway", "agents", "sched",
+    "objective", "parts", "protection", "restarts",
+    "rolling", "scheduling", "programs", "tool_servers", "config", "stores", "gateway", "agents",
+    "sched",
 }  # fmt: skip
 
 

@@ -65,7 +65,7 @@ async def serve(job: Job) -> None:
     engine = ScriptedEngine(rules, chat.tokenizer, chat.stop_ids[0])
     gateway = Gateway(engine, chat, "scripted", job.admin_key, GatewayConfig(undeclared=False))
     app = Timed(gateway.app)
-    async with serving(app, "127.0.0.1", 0, drain_seconds=0) as url:
+    async with serving(app, "127.0.0.1", 0, drain_seconds=0, restarted=lambda: None) as url:
         while await next_step():
             names = [f"session-{number}" for number in range(job.sessions)]
             for name in names:

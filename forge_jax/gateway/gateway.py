@@ -60,6 +60,7 @@ class Gateway:
         self._exposition = exposition
         self._admin_key = admin_key
         self._config = config
+        self.restarts = 0  # servers that were lost, and begun again
         self._sessions = Sessions(chat, config.keep_tokens, config.budget)
         self._core = Core(
             engine=engine,
@@ -108,10 +109,14 @@ class Gateway:
     def running(self, host: str = "127.0.0.1", port: int = 0) -> AbstractAsyncContextManager[str]:
         """Serves HTTP for as long as the block runs; gives the root URL.
 
-        Leaving the block lets running calls end (`drain_seconds`). Raises UserError where
-        the address cannot be had.
+        A server that is lost serves again, with all sessions, at the same URL; one that goes on
+        being lost ends the block with its fault. Leaving the block lets running calls end
+        (`drain_seconds`). Raises UserError where the address cannot be had.
         """
-        return serving(self.app, host, port, self._config.drain_seconds)
+        return serving(self.app, host, port, self._config.drain_seconds, self._restarted)
+
+    def _restarted(self) -> None:
+        self.restarts += 1
 
     def _build(self) -> FastAPI:
         app = FastAPI(openapi_url=None)

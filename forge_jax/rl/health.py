@@ -10,11 +10,11 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from forge_jax.restarts import Faults
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-FIRST_WAIT, TRIES = 0.25, 4  # seconds before it serves again, doubling; faults in a row that end it
-STEADY_SECONDS = 60.0  # of service, after which a fault is the first one in a row
 
 
 class Health:
@@ -36,20 +36,18 @@ class Health:
 
 
 async def supervised(serve: Callable[[], Awaitable[None]], health: Health) -> None:
-    """Serves, and again after each fault, `TRIES` in a row at most; raises the last of these."""
-    wait, row = FIRST_WAIT, 0
+    """Serves, and again after each fault; raises the last of `restarts.TRIES` in a row."""
+    faults = Faults()
     while True:
         began = time.monotonic()
         try:
             await serve()
         except Exception as error:
-            if time.monotonic() - began > STEADY_SECONDS:
-                wait, row = FIRST_WAIT, 0
-            health.failures, row = health.failures + 1, row + 1
+            health.failures += 1
             health.up.clear()
-            if row == TRIES:
+            wait = faults.wait(time.monotonic() - began)
+            if wait is None:
                 raise
-            logger.warning("the engine failed, fault %d of %d in a row: %r", row, TRIES, error)
+            logger.warning("the engine failed, %s: %r", faults, error)
             await asyncio.sleep(wait)
-            wait *= 2
             health.up.set()

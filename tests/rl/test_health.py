@@ -4,13 +4,14 @@ import asyncio
 
 import pytest
 
-from forge_jax.rl import health
-from forge_jax.rl.health import TRIES, Health, supervised
+from forge_jax import restarts
+from forge_jax.restarts import TRIES
+from forge_jax.rl.health import Health, supervised
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(restarts, "FIRST_WAIT", 0.01)
 
 
 class Engine:
@@ -72,7 +73,7 @@ def test_an_engine_that_goes_on_failing_is_given_up_and_nothing_is_taken_from_it
 
 
 def test_a_fault_after_long_service_is_the_first_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "STEADY_SECONDS", -1.0)  # any service is long
+    monkeypatch.setattr(restarts, "STEADY_SECONDS", -1.0)  # any service is long
     faults = iter([RuntimeError("now and then")] * 3 * TRIES)
 
     async def serve() -> None:
