@@ -4,7 +4,7 @@ A task flows into an agent and one `Outcome` flows out. Everything in between ar
 calls over HTTP: an agent sees messages and tools, never tokens, engines or trainers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,8 +32,8 @@ class Agent(Protocol):
 class Environment(Protocol):
     """The world of one task: what the model is told, what its tools do, what its answer is worth.
 
-    Tools may be slow, so they are coroutines: a call that never returns can be timed
-    out, and holds up no other episode.
+    A call that never returns can be timed out, and holds up no other episode: what waits is a
+    coroutine, and a plain function, for what computes, runs in a thread of its own.
     """
 
     @property
@@ -44,11 +44,11 @@ class Environment(Protocol):
     @property
     def tools(self) -> tuple[Tool, ...]: ...
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str | Awaitable[str]:
         """The result of a tool. Raises BadCall where the model asked for what is not there."""
         ...
 
-    async def score(self, answer: str) -> float:
+    def score(self, answer: str) -> float | Awaitable[float]:
         """The reward of the model's answer."""
         ...
 
@@ -69,7 +69,7 @@ class WindowedEnvironment(Protocol):
         """The note that a reply leaves, cut to the room there is."""
         ...
 
-    async def score(self, answer: str) -> float:
+    def score(self, answer: str) -> float | Awaitable[float]:
         """The reward of the model's answer."""
         ...
 

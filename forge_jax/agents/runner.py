@@ -33,7 +33,8 @@ async def run_episode(
     finite number, AGENT_FAILED where it raised anything else (a refused call with its
     HTTP status) or returned no outcome, TIMED_OUT where it did not end; it is cancelled
     then, and abandoned if it ignores that. Raises CancelledError, after cancelling the
-    agent, if the run itself is cancelled: it has no outcome then.
+    agent, if the run itself is cancelled: it has no outcome then. Raises UserError where more
+    calls of worlds hang in threads than there may be.
     """
     context = contextvars.copy_context()
     context.run(LIMITS.set, limits)
@@ -45,10 +46,12 @@ async def run_episode(
         await _stop(running)
         raise
     if running.done():
-        return _outcome(running)
-    ended = await _stop(running)
-    left = "" if ended else "; it ignored its cancellation and still runs"
-    return Outcome(status=Status.TIMED_OUT, error=f"no end after {timeout} s{left}")
+        outcome = _outcome(running)
+    else:
+        left = "" if await _stop(running) else "; it ignored its cancellation and still runs"
+        outcome = Outcome(status=Status.TIMED_OUT, error=f"no end after {timeout} s{left}")
+    limits.threads.check()
+    return outcome
 
 
 async def _stop(running: asyncio.Future[Outcome]) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from forge_jax.agents.faults import BadCall, environment
+from forge_jax.agents.limits import LIMITS, scored
 from forge_jax.agents.manager import Manager
 from forge_jax.agents.own_tools import OwnTool
 from forge_jax.agents.protocol import Environment, Message, Tool
@@ -56,7 +57,7 @@ class Planned:
         raise BadCall(f"no tool {name}: delegate what needs tools")
 
     async def score(self, answer: str) -> float:
-        return await self.world.score(answer)
+        return await LIMITS.get().threads.call(self.world.score, answer)
 
 
 @dataclass
@@ -78,7 +79,7 @@ class Errand:
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Raises BadCall as the world does."""
-        return await self.world.call(name, arguments)
+        return await LIMITS.get().threads.call(self.world.call, name, arguments)
 
     async def score(self, answer: str) -> float:
         self.answer = answer
@@ -117,8 +118,8 @@ class Team:
         outcome = await planner.work(Planned(world), named(client, PLANNER), model, [own])
         agents: Mapping[str, float] = {}
         if self.judge is not None and done:
-            with environment("score"):
-                values = [self.judge(world, errand.task, errand.answer) for errand, _ in done]
+            judge = self.judge
+            values = [await scored(judge, world, one.task, one.answer) for one, _ in done]
             agents = {WORKER: sum(values) / len(values)}
         metrics = added([outcome, *(worker for _, worker in done)])
         return replace(outcome, metrics={**metrics, "errands": float(len(done))}, agents=agents)

@@ -8,21 +8,22 @@ world does wrong is an EnvironmentFault; what the server does wrong propagates.
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from openai import AsyncOpenAI
+from openai import APIConnectionError, APITimeoutError, AsyncOpenAI, RequestOptions
 from openai.types.chat import ChatCompletion
 from openai.types.chat.chat_completion import Choice
 
 from forge_jax.agents.context import Context
 from forge_jax.agents.faults import BadCall, environment
-from forge_jax.agents.limits import LIMITS, limited
+from forge_jax.agents.limits import scored, used
 from forge_jax.agents.manager import Manager, Meter
 from forge_jax.agents.own_tools import Choices, OwnTool, offered
 from forge_jax.agents.protocol import Environment, Message, Tool, WindowedEnvironment
 from forge_jax.agents.tally import Tally
+from forge_jax.restarts import FIRST_WAIT, TRIES
 from forge_jax.types import Outcome, Task
 
 
@@ -62,8 +63,7 @@ class ToolLoop:
                 tally.unfinished = 1
                 break
             if not choice.message.tool_calls:
-                async with limited("score", LIMITS.get().verify):
-                    return tally.outcome(await world.score(choice.message.content or ""))
+                return tally.outcome(await scored(world.score, choice.message.content or ""))
             reply = choice.message.model_dump(exclude_none=True)
             context = context.append(reply)
             results = await use_tools(world, reply["tool_calls"], tally, own)
@@ -135,8 +135,7 @@ class WindowLoop:
                 break
             reply = choice.message.content or ""
             if window == last:
-                async with limited("score", LIMITS.get().verify):
-                    return tally.outcome(await world.score(reply))
+                return tally.outcome(await scored(world.score, reply))
             with environment(f"window {window}"):
                 context = context.wipe(world.keep(reply))
             tally.wipes = context.count("wipe")
@@ -153,8 +152,9 @@ async def ask(
 ) -> ChatCompletion:
     """One call of the model, counted in `tally`.
 
-    Temperature and seed are the server's: it knows the session.
-    Raises openai.APIError where the call fails.
+    Temperature and seed are the server's: it knows the session. A call whose connection is refused
+    or lost is made again, since a server that is begun again is away for a moment, and says so: of
+    both at most one is a sample. Raises openai.APIError where the call fails.
     """
     body: dict[str, Any] = {
         "model": model,
@@ -165,12 +165,31 @@ async def ask(
         body["tools"] = tools
     # `chat.completions.create` walks every message through its TypedDicts first, which is
     # about half of the client's time in a call and changes nothing here.
-    completion = await client.post("/chat/completions", body=body, cast_to=ChatCompletion)
+    completion = await sent(client, body)
     tally.turns += 1
     if completion.usage:
         tally.completion_tokens += completion.usage.completion_tokens
         tally.prompt_tokens += completion.usage.prompt_tokens
     return completion
+
+
+async def sent(client: AsyncOpenAI, body: Mapping[str, Any]) -> ChatCompletion:
+    """The answer to a call, over as many connections as are lost."""
+    lost: APIConnectionError | None = None
+    for retries in range(TRIES):
+        if lost is not None:
+            await asyncio.sleep(FIRST_WAIT * 2**retries)
+        options = RequestOptions(headers={"x-stainless-retry-count": str(retries)})
+        try:
+            return await client.post(
+                "/chat/completions", body=body, cast_to=ChatCompletion, options=options
+            )
+        except APITimeoutError:
+            raise
+        except APIConnectionError as error:
+            lost = error
+    assert lost is not None
+    raise lost
 
 
 async def use_tools(
@@ -204,8 +223,7 @@ async def use_tool(
         for one in own:
             if one.name == name:
                 return await one.call(arguments), 0.0
-        async with limited(f"tool {name}", LIMITS.get().tool):
-            result = await world.call(name, arguments)
+        result = await used(world.call, name, name, arguments)
     except BadCall as error:
         tally.malformed_calls += 1
         result = str(error)

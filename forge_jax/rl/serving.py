@@ -15,6 +15,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
+from forge_jax.agents.threads import Threads
 from forge_jax.config import RolloutConfig, TrainConfig
 from forge_jax.gateway.config import GatewayConfig
 from forge_jax.gateway.gateway import Gateway
@@ -35,6 +36,7 @@ class Serving:
     url: str
     client: AsyncOpenAI
     health: Health
+    threads: Threads  # that worlds compute in
 
 
 @asynccontextmanager
@@ -49,8 +51,8 @@ async def serving(
     """Serves a copy of `params`, taken before any later job of `device`, as `version`; by an
     engine of our own or, if there is one, `elsewhere`.
 
-    An engine of our own that fails serves again, see `supervised`; a fault that stays, or one of an
-    engine elsewhere, ends the body of the context with that fault.
+    An engine of our own that fails serves again, see `supervised`, and so does the gateway's
+    server; a fault that stays, or one of an engine elsewhere, ends the body of the context.
     """
     engine: PolicyEngine = elsewhere or RolloutEngine(
         model.cfg,
@@ -77,7 +79,10 @@ async def serving(
         served = engine.serve() if elsewhere is not None else supervised(engine.serve, health)
         running = group.create_task(served)
         async with gateway.running() as url, shared_client(url) as client:
-            yield Serving(engine=engine, gateway=gateway, url=url, client=client, health=health)
+            yield Serving(
+                engine=engine, gateway=gateway, url=url, client=client, health=health,
+                threads=Threads(),
+            )  # fmt: skip
         running.cancel()
 
 
@@ -104,6 +109,6 @@ def engine_elsewhere(
 def shared_client(url: str) -> AsyncOpenAI:
     """A client for any number of agents at once: one connection pool, no retries.
 
-    A retry would hide a fault of our own gateway, so a failed call is the agent's to see.
+    What the server answers, an error too, is the agent's to see.
     """
     return AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=None)

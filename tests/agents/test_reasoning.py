@@ -18,7 +18,7 @@ ANY = "reasoning:syllogism+chain_sum"
 
 
 def score(world: Question, answer: str) -> float:
-    return asyncio.run(world.score(answer))
+    return world.score(answer)
 
 
 def worlds(split: str, family: str, count: int, level: int = 0) -> list[Question]:

@@ -90,7 +90,7 @@ class Question:
         """Raises BadCall: there are no tools."""
         raise BadCall(f"no tool {name}: answer the question")
 
-    async def score(self, answer: str) -> float:
+    def score(self, answer: str) -> float:
         from reasoning_gym.utils import extract_answer
 
         found = extract_answer(answer)
