@@ -36,7 +36,7 @@ from forge_jax.sched.pool import Pool
 AGENT = str(Path(__file__).parent / "chaos_agent.py")
 SYNCHRONOUS = ("sched.synchronous=true", "sched.window=0")
 # What may differ between two runs of one history.
-TIMES = ("seconds", "loop_blocked", "pool_retries", "engine_restarts")
+TIMES = ("seconds", "loop_blocked", "pool_retries", "engine_restarts", "gateway_restarts")
 
 
 @dataclass(frozen=True, kw_only=True)

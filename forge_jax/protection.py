@@ -1,4 +1,5 @@
-"""When a step of training is not taken, though there is something to train on."""
+"""When a step of training is not taken, though there is something to train on, and when a run
+that comes to nothing is ended."""
 
 import enum
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ class ProtectConfig:
     norm_spike: float | None = None  # times the median of the gradient's norm in steps before
     cosine: float | None = None  # of one step's gradient and the next's: warns above it
     most_skipped: int = 10  # steps in a row, at which the run ends
+    most_broken: int = 10  # items in a row that errors of our own broke, at which the run ends
 
     def __post_init__(self) -> None:
         ess, kl, spike, cosine = self.least_ess, self.most_kl, self.norm_spike, self.cosine
@@ -32,3 +34,4 @@ class ProtectConfig:
         check(spike is None or spike > 1, f"norm_spike={spike} must be > 1")
         check(cosine is None or -1 < cosine < 1, f"cosine={cosine} must be between -1 and 1")
         check(self.most_skipped >= 1, f"most_skipped={self.most_skipped} must be at least 1")
+        check(self.most_broken >= 1, f"most_broken={self.most_broken} must be at least 1")

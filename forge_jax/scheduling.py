@@ -54,10 +54,10 @@ class SchedConfig:
     drop_updates: int | None = None  # greedy_drop: what is older is given up
     versions: int | None = None  # versions: updates that an admission may be behind the head's
     buffer: int | None = None  # stream: finished groups that wait, the oldest past it given up
-    head_seconds: float | None = None  # that an unfinished group may hold the head; null: for ever
+    head_seconds: float | None = None  # that an unfinished head may be waited for; null: for ever
     requeue: bool = False  # True: the first time it goes to the end of the queue, as a new group
     group_seconds: float | None = None  # after which a group does without its slowest; null: never
-    group_least: int | None = None  # episodes that must have completed for that
+    group_least: int | None = None  # episodes that must have completed then, or it is given up
     tune: TuningConfig | None = None  # who changes N and W while the run goes on; null: nobody
     synchronous: bool = False  # True: a step's groups are all sampled by the newest weights
     hold_updates: int = 0  # ... or by those that many updates older, where synchronous
@@ -81,8 +81,9 @@ class SchedConfig:
         head = self.head_seconds
         check(head is None or 0 < head < math.inf, f"head_seconds={head} must be a number > 0")
         check(
-            not self.requeue or head is not None,
-            f"requeue={self.requeue} needs head_seconds: without it no group is requeued",
+            not self.requeue or head is not None or self.group_seconds is not None,
+            f"requeue={self.requeue} needs head_seconds or group_seconds: without either no group "
+            "is requeued",
         )
         self._check_group()
         self._check_synchronous()

@@ -17,26 +17,26 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from forge_jax.agents.curriculum import Source
-from forge_jax.config import FilterConfig, UserError
+from forge_jax.config import FilterConfig, ProtectConfig, UserError
+from forge_jax.rl.broken import Broken
+from forge_jax.rl.durable import Durable
 from forge_jax.rl.evaluate import SOLVED
 from forge_jax.rl.resume import admitted_later, newest, without_lost
 from forge_jax.rl.tuning import Tuning
-from forge_jax.sched.answers import StoreRefused, StoreUnavailable
 from forge_jax.sched.codec import CorruptObject
 from forge_jax.sched.lanes import Lanes
 from forge_jax.sched.policies import Why
 from forge_jax.sched.pool import Pool
+from forge_jax.sched.watch import Evicted
 from forge_jax.types import Episode, Task
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Group = tuple[Episode, ...]
 EVERYTHING = FilterConfig()
-FIRST_WAIT, LONGEST_WAIT = 0.25, 15.0  # seconds between two tries at a store that is away
 LEAST_WAIT = 0.05  # seconds between two looks at a head that is overdue
 
 
@@ -61,25 +61,24 @@ class Collector:
         lanes: Lanes,
         pool: Pool,
         sources: Sequence[Source],
-        play: Callable[[int, Task], Awaitable[Group]],
+        play: Callable[[int, Task], Awaitable[Group | None]],
         patience: float,
+        most_broken: int = ProtectConfig().most_broken,
         tunings: Sequence[Tuning] = (),
         filters: FilterConfig = EVERYTHING,
         constant: Callable[[Group], bool] = lambda group: False,
     ):
-        """`sources`, and `tunings` if any: one for each lane. `patience`: seconds that the pool's
-        store may be away before StoreUnavailable ends the run. `constant`: whether a group says
-        nothing; asked in a thread."""
+        """`sources`, and `tunings` if any: one for each lane. `play` gives None for a group to be
+        given up. `patience`: seconds that the pool's store may be away; `most_broken`: items in a
+        row that `play` may raise in. `constant`: whether a group says nothing; asked in a thread.
+        """
         self.lanes, self.sources, self.tunings = lanes, tuple(sources), tuple(tunings)
-        self._pool = pool
-        self._play = play
-        self._patience = patience
+        self._pool, self._play = pool, play
+        self._durable, self._broken = Durable(pool, patience, self._turned), Broken(most_broken)
         self._filters, self._constant = filters, constant
-        self.pool_retries = 0  # calls of the pool that were made again
         self._tasks: dict[int, Task] = {}  # of admitted, unconsumed numbers
         self._stored: dict[int, Task] = {}  # of numbers whose episodes the pool already holds
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._away = 0  # calls that wait for the pool's store
         self._changed, self._deleting = asyncio.Event(), asyncio.Lock()
 
     def fill(self, workers: asyncio.TaskGroup) -> None:
@@ -106,7 +105,7 @@ class Collector:
         tries = [self._filters.tries or 0] * len(self.sources)
         while any(self.lanes.left):
             # What is old grows no younger while the store is away; deadlines wait for it.
-            self._evict(workers, None if self._away else time.monotonic())
+            self._evict(workers, None if self._durable.away else time.monotonic())
             found = self.lanes.take()
             if found is None:
                 await self._change()
@@ -116,7 +115,7 @@ class Collector:
             lag, updates = queue.last_lag, queue.last_updates
             task = self._tasks.pop(number)
             self.fill(workers)
-            group = await self._durably(functools.partial(self._read, number))
+            group = await self._durable.call(functools.partial(self._read, number))
             silent = self._filters.constant and await asyncio.to_thread(self._constant, group)
             if silent and tries[lane]:
                 tries[lane] -= 1
@@ -127,6 +126,7 @@ class Collector:
                 domain=self.lanes.names[lane], again=silent,
             )  # fmt: skip
             taken.append((one, task))
+        self.lanes.rest(time.monotonic())
         again = self._settle(sorted(taken, key=lambda pair: pair[0].number))
         self.lanes.next_batch()
         return [dataclasses.replace(one, again=one.number in again) for one, _ in taken]
@@ -152,6 +152,11 @@ class Collector:
     def _number(self, lane: int, place: int) -> int:
         return place * len(self.sources) + lane
 
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Faults so far: calls of the pool that were made again, items that were broken."""
+        return {"pool_retries": self._durable.retries, "items_broken": self._broken.count}
+
     def given_up(self) -> Mapping[Why, int]:
         """How many items were given up so far, by the reason."""
         return {why: sum(queue.evicted[why] for queue in self.lanes.queues) for why in Why}
@@ -159,18 +164,27 @@ class Collector:
     def _evict(self, workers: asyncio.TaskGroup, now: float | None) -> None:
         """Gives up what the policies drop and, at a time, heads that are overdue; fills their
         places."""
-        for lane, queue in enumerate(self.lanes.queues):
-            for gone in queue.evict(now):
-                number = self._number(lane, gone.number)
-                logger.warning("item %d is given up: %s", number, gone.why)
-                task = self._tasks.pop(number)
-                if number in self._running:
-                    self._running[number].cancel()
-                if gone.again is not None:
-                    again = self._number(lane, gone.again)
-                    self._tasks[again] = task
-                    self._start(again, workers)
-                self.fill(workers)
+        for lane in range(len(self.sources)):
+            for gone in self.lanes.evict(lane, now):
+                if (run := self._running.get(self._number(lane, gone.number))) is not None:
+                    run.cancel()
+                self._gone(lane, gone, workers)
+
+    def _gone(self, lane: int, gone: Evicted, workers: asyncio.TaskGroup) -> None:
+        """An item is given up: its place goes to another."""
+        number = self._number(lane, gone.number)
+        logger.warning("item %d is given up: %s", number, gone.why)
+        task = self._tasks.pop(number)
+        if gone.again is not None:
+            again = self._number(lane, gone.again)
+            self._tasks[again] = task
+            self._start(again, workers)
+        self.fill(workers)
+
+    def _turned(self) -> None:
+        """The pool's store went away or is back: deadlines stand still or go on."""
+        self.lanes.rest(time.monotonic())
+        self._changed.set()
 
     async def _change(self) -> None:
         """Returns when an item has finished, or the head may be overdue."""
@@ -208,40 +222,28 @@ class Collector:
     async def _run(self, number: int, task: Task, workers: asyncio.TaskGroup, other: bool) -> None:
         if other:  # what the pool has under the number is of another task
             async with self._deleting:
-                await self._durably(lambda: self._pool.delete({number}))
-        episodes = await self._play(number, task)
-        if self.tunings:
-            self.tunings[number % len(self.sources)].ended(episodes)
-        await self._durably(lambda: self._pool.put(number, episodes))
+                await self._durable.call(lambda: self._pool.delete({number}))
+        place, lane = divmod(number, len(self.sources))
+        episodes = await self._played(number, task)
+        if episodes is None:
+            self._gone(lane, self.lanes.queues[lane].expire(place), workers)
+            self._changed.set()
+            return
+        await self._durable.call(lambda: self._pool.put(number, episodes))
         self._finish(number)
-        if not self.lanes.queues[
-            number % len(self.sources)
-        ].policy.holds:  # generation goes on, also while nobody takes
+        if not self.lanes.queues[lane].policy.holds:  # generation goes on, also while nobody takes
             self._evict(workers, None)
             self.fill(workers)
 
-    async def _durably(self, call: Callable[[], T]) -> T:
-        """What a call of the pool gives, made again while the store is away. Raises UserError at
-        once where the store refuses."""
-        began, wait, away = time.monotonic(), FIRST_WAIT, False
+    async def _played(self, number: int, task: Task) -> Group | None:
+        """What a group came to; where an error of our own ended it, the outcome of that."""
         try:
-            while True:
-                try:
-                    return await asyncio.to_thread(call)
-                except StoreRefused as error:  # which waiting does not mend
-                    raise UserError(f"pool={self._pool.location}: {error}") from error
-                except StoreUnavailable as error:
-                    seconds = time.monotonic() - began
-                    if seconds + wait > self._patience:
-                        raise
-                    logger.warning("the pool is away for %.0f s: %s", seconds, error)
-                    self.pool_retries += 1
-                    self._away += not away
-                    away = True
-                    await asyncio.sleep(wait)
-                    wait = min(2 * wait, LONGEST_WAIT)
-        finally:
-            self._away -= away
+            group = await self._play(number, task)
+            if self.tunings and group is not None:
+                self.tunings[number % len(self.sources)].ended(group)
+        except Exception as error:
+            return self._broken.group(number, task, error)
+        return self._broken.whole(group)
 
     def _finish(self, number: int) -> None:
         place, lane = divmod(number, len(self.sources))

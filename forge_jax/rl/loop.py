@@ -165,7 +165,7 @@ async def reinforce(
             row |= drafts_row(before, engine.stats())
             row |= trained | {"seconds_collect": collected - began}
             row |= domain_row(cfg, taken, collector)
-            row |= {"pool_retries": collector.pool_retries, **faults()}
+            row |= faults()
             row |= {f"items_{why}": count for why, count in collector.given_up().items()}
             row |= version_row(batch.turns, step - 1)
             row["seconds_update"] = time.monotonic() - collected

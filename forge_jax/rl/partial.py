@@ -1,8 +1,8 @@
 """Groups that need not wait for their slowest episodes.
 
-Running episodes flow in, those that a group goes on without are told to end. The invariant: every
-episode still comes to exactly one outcome, and nothing is told to end before enough of its
-siblings have completed.
+Running episodes flow in; those that a group goes on without are told to end, or the group is to be
+given up. The invariant: every episode of a group that goes on still comes to exactly one outcome,
+and none is told to end unless enough of its siblings have completed.
 """
 
 import asyncio
@@ -14,26 +14,27 @@ from forge_jax.types import Episode
 
 @dataclass(frozen=True, kw_only=True)
 class GroupDeadline:
-    """When a group is complete that not all episodes of have ended."""
+    """When a group has its end though not all of its episodes have."""
 
     seconds: float  # since its start
-    least: int  # episodes that must have completed, however long it takes
+    least: int  # episodes that must have completed then; with fewer the group is given up
 
 
 async def expire(
     runs: Sequence[asyncio.Task[Episode]],
     limits: Sequence[asyncio.Timeout],
     deadline: GroupDeadline,
-) -> None:
-    """Returns when all of `runs` have ended, or, once `deadline` says that they are enough, after
-    letting the limits of the others, one for each run, run out."""
+) -> bool:
+    """Returns when all of `runs` have ended or `deadline` is over: True, after letting the limits
+    of those that run, one for each run, run out; False where too few have completed for that."""
     await asyncio.wait(runs, timeout=deadline.seconds)
-    while left := [i for i, run in enumerate(runs) if not run.done()]:
-        if sum(run.done() and _completed(run) for run in runs) >= deadline.least:
-            for i in left:
-                limits[i].reschedule(asyncio.get_running_loop().time())
-            return
-        await asyncio.wait([runs[i] for i in left], return_when=asyncio.FIRST_COMPLETED)
+    left = [i for i, run in enumerate(runs) if not run.done()]
+    enough = sum(run.done() and _completed(run) for run in runs) >= deadline.least
+    if left and not enough:
+        return False
+    for i in left:
+        limits[i].reschedule(asyncio.get_running_loop().time())
+    return True
 
 
 def _completed(run: asyncio.Task[Episode]) -> bool:

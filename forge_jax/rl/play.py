@@ -42,23 +42,25 @@ class Player:
 
     async def group(
         self, item: int, task: Task, size: int, deadline: GroupDeadline | None = None
-    ) -> tuple[Episode, ...]:
+    ) -> tuple[Episode, ...] | None:
         """`size` episodes of one task, at once; those that `deadline` does not wait for are
-        EXPIRED. A group whose engine failed is played again."""
+        EXPIRED. None where too few have completed for that, and none has an outcome. A group whose
+        engine failed is played again."""
         return await self.health.unbroken(lambda: self._group(item, task, size, deadline))
 
     async def _group(
         self, item: int, task: Task, size: int, deadline: GroupDeadline | None
-    ) -> tuple[Episode, ...]:
+    ) -> tuple[Episode, ...] | None:
         limits = [asyncio.timeout(None) for _ in range(size)]
         async with asyncio.TaskGroup() as group:
             runs = [
                 group.create_task(self._episode(item, i, task, limit))
                 for i, limit in enumerate(limits)
             ]
-            if deadline is not None:
-                await expire(runs, limits, deadline)
-        return tuple(run.result() for run in runs)
+            if deadline is not None and not await expire(runs, limits, deadline):
+                for run in runs:
+                    run.cancel()
+        return None if any(run.cancelled() for run in runs) else tuple(r.result() for r in runs)
 
     async def episode(self, item: int, replica: int, task: Task) -> Episode:
         """One episode. Its tokens depend on (seed, item, replica), not on what runs beside it; if

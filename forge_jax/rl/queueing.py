@@ -4,6 +4,8 @@ Sizes flow in; a policy, deadlines and a tuner flow out. The invariant: where a 
 is set, no order of finishing exceeds it.
 """
 
+import math
+
 from forge_jax.config import SchedConfig
 from forge_jax.rl.partial import GroupDeadline
 from forge_jax.rl.tuning import Tuning
@@ -60,10 +62,11 @@ def width(sched: SchedConfig) -> int | None:
 
 
 def new_deadline(sched: SchedConfig) -> Deadline | None:
-    """How long an unfinished group may hold the head; None: for ever."""
-    if sched.head_seconds is None:
+    """How long an unfinished head may be waited for, and whether it is requeued; None: for ever."""
+    if sched.head_seconds is None and not sched.requeue:
         return None
-    return Deadline(seconds=sched.head_seconds, requeue=sched.requeue)
+    seconds = math.inf if sched.head_seconds is None else sched.head_seconds
+    return Deadline(seconds=seconds, requeue=sched.requeue)
 
 
 def new_tuning(sched: SchedConfig, queue: Queue) -> Tuning | None:

@@ -99,6 +99,7 @@ async def play(run: Run, start: Start) -> dict[str, Any] | None:
     ):
         collector = new_collector(run, up)
         keeper = await opened(run, up, start, collector)
+        before = run.reporter.rows[-1] if run.reporter.rows else {}
         with stoppable() as stop:
             state = await reinforce(
                 start.state,
@@ -115,10 +116,16 @@ async def play(run: Run, start: Start) -> dict[str, Any] | None:
                 reference=start.reference,
                 stop=stop,
                 measured=lambda step: measured(run, up, step),
-                faults=lambda: {
-                    "loop_blocked": watchdog.blocked,
-                    "engine_restarts": up.health.failures,
-                },
+                faults=lambda: added(
+                    before,
+                    {
+                        "loop_blocked": watchdog.blocked,
+                        "engine_restarts": up.health.failures,
+                        "gateway_restarts": up.gateway.restarts,
+                        "world_threads_left": up.threads.left,
+                        **collector.counts,
+                    },
+                ),
             )
             if stop.is_set():
                 await asyncio.get_running_loop().run_in_executor(run.device, keeper.stop)
@@ -132,6 +139,11 @@ async def play(run: Run, start: Start) -> dict[str, Any] | None:
         run.cfg, rows, totals, domains, collector.lanes
     )
     return found | {"seconds": keeper.seconds(), "run_dir": str(run.folder)}
+
+
+def added(before: Mapping[str, Any], counts: Mapping[str, int]) -> dict[str, int]:
+    """Counts of a run, whose last row of earlier sessions is `before`."""
+    return {name: before.get(name, 0) + count for name, count in counts.items()}
 
 
 def base_name(model: str) -> str:
@@ -192,7 +204,11 @@ def player(
         temperature=temperature,
         seconds=run.cfg.sched.episode_seconds,
         budget=run.cfg.budget,
-        limits=WorldLimits(tool=run.cfg.sched.tool_seconds, verify=run.cfg.sched.verify_seconds),
+        limits=WorldLimits(
+            tool=run.cfg.sched.tool_seconds,
+            verify=run.cfg.sched.verify_seconds,
+            threads=up.threads,
+        ),
         health=up.health,
     )
 
@@ -246,6 +262,7 @@ def new_collector(run: Run, up: Serving) -> Collector:
             number, task, cfg.sched.group, group_deadline(cfg.sched)
         ),
         patience=cfg.sched.pool_seconds,
+        most_broken=cfg.protect.most_broken,
         tunings=tunings_of(cfg, lanes),
         filters=cfg.filter,
         constant=lambda group: says_nothing(group, scorer),

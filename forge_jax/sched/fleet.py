@@ -172,8 +172,8 @@ class _Play:
 
     def evict(self) -> int:
         count = 0
-        for lane, queue in enumerate(self.lanes.queues):
-            for gone in queue.evict(self.now):
+        for lane in range(len(self.supply)):
+            for gone in self.lanes.evict(lane, None if self.training else self.now):
                 count += 1
                 item = self.owner[lane][gone.number]
                 run = self.run_of.pop((lane, gone.number), None)
@@ -217,6 +217,7 @@ class _Play:
 
     def train(self) -> None:
         self.training = True
+        self.lanes.rest(self.now)
         self.push(self.now + self.trainer.seconds, TRAINED, 0)
 
     def trained(self) -> None:

@@ -15,6 +15,7 @@ from forge_jax.sched.queue import Deadline, Queue
 from forge_jax.sched.saved_queue import check_state
 from forge_jax.sched.shares import ItemShares, Shares, TokenShares
 from forge_jax.sched.stages import Stage, StagedShares
+from forge_jax.sched.watch import Evicted
 
 KEYS = ("left", "queues", "shares", "trained")
 
@@ -112,6 +113,20 @@ class Lanes:
                 self.left[lane] -= 1
                 return lane, number
         return None
+
+    def evict(self, lane: int, now: float | None) -> list[Evicted]:
+        """Gives up what the policy of a lane drops and, at a time, what its deadline does: the
+        head is waited for from then on if the batch at hand lacks items of the lane."""
+        queue = self.queues[lane]
+        if now is not None and not self.left[lane]:
+            queue.rest(now)
+            now = None
+        return queue.evict(now)
+
+    def rest(self, now: float) -> None:
+        """Nobody waits for the head of any lane, until `evict` is told a time."""
+        for queue in self.queues:
+            queue.rest(now)
 
     def again(self, lane: int) -> None:
         """The item taken last gives nothing: another of its lane is to take its place."""

@@ -18,19 +18,20 @@ class Why(enum.StrEnum):
     """Why an item was given up."""
 
     DROPPED = "dropped"  # by the policy
-    EXPIRED = "expired"  # it was the head, unfinished, for too long
+    EXPIRED = "expired"  # unfinished, it was waited for as the head, or took, for too long
     REQUEUED = "requeued"  # as EXPIRED, the first time: it goes on as another number
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deadline:
-    """How long an unfinished item may hold the head, in the seconds of whoever calls `evict`."""
+    """How long an unfinished head may be waited for, in the seconds of whoever calls `evict`, and
+    what becomes of an item whose time is over."""
 
-    seconds: float
+    seconds: float  # inf: for ever
     requeue: bool = False  # True: the first time it goes to the end of the queue
 
     def __post_init__(self) -> None:
-        check(0 < self.seconds < math.inf, f"seconds={self.seconds} must be a number > 0")
+        check(self.seconds > 0, f"seconds={self.seconds} must be a number > 0")
 
 
 class View(Protocol):

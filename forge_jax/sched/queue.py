@@ -11,24 +11,15 @@ import dataclasses
 import heapq
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from forge_jax.config import check
 from forge_jax.sched.policies import Bounds, Policy, Why, Window, as_plain, updates_of
 from forge_jax.sched.policies import Deadline as Deadline
 from forge_jax.sched.saved_queue import Change, check_state
+from forge_jax.sched.watch import Evicted, Watch
 
 Entry = tuple[int, int]  # items consumed and updates complete when an item was admitted
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evicted:
-    """An item that will not be trained on."""
-
-    number: int
-    why: Why
-    again: int | None = None  # the number it has from now on, running, if it is REQUEUED
 
 
 class Queue:
@@ -76,7 +67,7 @@ class Queue:
         self._rank = 0  # of the next finish
         self._eligible: list[tuple[int, int]] = []  # heap of (rank, number)
         self._blocked: list[tuple[int, int]] = []  # heap of (number, rank)
-        self._watched: tuple[int, float] | None = None  # a head, and since when
+        self._watch = Watch()
 
     @property
     def lag_bound(self) -> int | None:
@@ -103,10 +94,10 @@ class Queue:
 
     @property
     def due(self) -> float:
-        """When the deadline of the head that `evict` saw last is over; inf: nothing is watched."""
-        if self.deadline is None or self._watched is None or self._watched[0] != self.head:
+        """When the deadline of the head is over, if it goes on being waited for; inf: never."""
+        if self.deadline is None:
             return math.inf
-        return self._watched[1] + self.deadline.seconds
+        return self._watch.due(self.head, self.deadline.seconds)
 
     def head_version(self) -> int:
         """Updates complete when the head was admitted; all of them where it is not yet."""
@@ -159,16 +150,30 @@ class Queue:
 
     def evict(self, now: float | None = 0.0) -> list[Evicted]:
         """Gives up what the policy or the deadline says; `now` is in seconds, and never falls.
-        None: the policy alone."""
+        From then on the head is waited for, until `rest`. None: the policy alone."""
         gone = []
         while self.admitted > self.head and (number := self.policy.evicts(self)) is not None:
             gone.append(self._give_up(number, Why.DROPPED))
         if self.deadline is None or now is None:
             return gone
-        while self._overdue(now, self.deadline):
-            first = self.deadline.requeue and self.head not in self._again
-            gone.append(self._give_up(self.head, Why.REQUEUED if first else Why.EXPIRED))
+        while self.head in self._running:
+            self._watch.wait(self.head, now)
+            if now < self.due:
+                break
+            gone.append(self.expire(self.head))
         return gone
+
+    def rest(self, now: float) -> None:
+        """Nobody waits for the head any more: its deadline stands still."""
+        self._watch.rest(now)
+
+    def expire(self, number: int) -> Evicted:
+        """Gives up a running item whose time is over: to be requeued the first time, where the
+        deadline says so. ValueError unless it runs."""
+        if number not in self._running:
+            raise ValueError(f"{number=} does not run")
+        again = self.deadline is not None and self.deadline.requeue and number not in self._again
+        return self._give_up(number, Why.REQUEUED if again else Why.EXPIRED)
 
     def adopt(self, policy: Window) -> None:
         """Goes on under another window, in place of one. Raises ValueError for other policies.
@@ -196,8 +201,8 @@ class Queue:
         """Everything a resumed queue needs to continue exactly, as plain JSON.
 
         `running` and `finished` (in the order of finishing) hold a number, and the items consumed
-        and updates complete at its admission. How long the head has been watched is not kept:
-        what runs is run again, and watched anew.
+        and updates complete at its admission. How long the head was waited for is not kept:
+        what runs is run again, and waited for anew.
         """
         return {
             "policy": as_plain(self.policy),
@@ -226,7 +231,7 @@ class Queue:
         self.evicted = {why: state["evicted"][why.value] for why in Why}
         self._change = state["change"] and Change(**state["change"])
         self._set_bounds()
-        self._rank, self._eligible, self._blocked, self._watched = 0, [], [], None
+        self._rank, self._eligible, self._blocked, self._watch = 0, [], [], Watch()
         for number in self._finished:
             self._rank_finished(number)
 
@@ -282,14 +287,6 @@ class Queue:
             items = self._change.items
             updates = updates_of(items, self.batch, self.batches_ahead)
             self.bounds = Bounds(items=items, updates=updates)
-
-    def _overdue(self, now: float, deadline: Deadline) -> bool:
-        if self.head not in self._running:
-            self._watched = None
-            return False
-        if self._watched is None or self._watched[0] != self.head:
-            self._watched = (self.head, now)
-        return now >= self._watched[1] + deadline.seconds
 
     def _rank_finished(self, number: int) -> None:
         if number <= self._reach():

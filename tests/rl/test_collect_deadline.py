@@ -1,6 +1,7 @@
 """A head that hangs costs its deadline once, not the run; and it is counted."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from small_policy import make_turn
 
 from forge_jax.agents.curriculum import DomainTasks
 from forge_jax.config import SchedConfig
-from forge_jax.rl import collect
+from forge_jax.rl import durable
 from forge_jax.rl.collect import Collector, Group, Taken
 from forge_jax.rl.queueing import new_deadline, new_policy
 from forge_jax.sched.answers import StoreUnavailable
@@ -22,15 +23,20 @@ SECONDS = 0.1
 
 
 class Players:
-    """Play at once, but tasks that come as the `hangs` first plays, which never end."""
+    """Play at once, but tasks that come as the `hangs` first plays, which never end, those of the
+    numbers `slow`, whose own time is over, and those of `breaks`, in which our own code fails."""
 
-    def __init__(self, hangs: int):
-        self.left = hangs
+    def __init__(self, hangs: int, slow: Sequence[int] = (), breaks: Sequence[int] = ()):
+        self.left, self.slow, self.breaks = hangs, slow, breaks
         self.played: list[tuple[int, Task]] = []
         self.cancelled: list[int] = []
 
-    async def play(self, number: int, task: Task) -> Group:
+    async def play(self, number: int, task: Task) -> Group | None:
         self.played.append((number, task))
+        if number in self.slow:
+            return None
+        if number in self.breaks:
+            raise ExceptionGroup("of a group", [KeyError("a bug")])
         try:
             if self.left:
                 self.left -= 1
@@ -44,7 +50,9 @@ class Players:
         return (Episode(item=number, replica=0, task=task, outcome=outcome, turns=turns),)
 
 
-def collector(folder: Path, players: Players, sched: SchedConfig) -> Collector:
+def collector(
+    folder: Path, players: Players, sched: SchedConfig, most_broken: int = 10
+) -> Collector:
     lane = LaneConfig(name="hop", policy=new_policy(sched), deadline=new_deadline(sched))
     return Collector(
         lanes=Lanes([lane], batch=sched.batch, exact=sched.synchronous),
@@ -52,6 +60,7 @@ def collector(folder: Path, players: Players, sched: SchedConfig) -> Collector:
         sources=[DomainTasks("hop", seed=0)],
         play=players.play,
         patience=60.0,
+        most_broken=most_broken,
     )
 
 
@@ -113,7 +122,7 @@ def test_a_task_that_hangs_again_expires_and_a_resume_knows_what_is_gone(tmp_pat
 def test_no_deadline_ends_a_group_that_waits_for_the_pool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collect, "FIRST_WAIT", 3 * SECONDS)
+    monkeypatch.setattr(durable, "FIRST_WAIT", 3 * SECONDS)
     one = collector(
         tmp_path, Players(hangs=0), SchedConfig(batch=1, window=0, head_seconds=SECONDS)
     )
@@ -128,7 +137,7 @@ def test_no_deadline_ends_a_group_that_waits_for_the_pool(
     found = asyncio.run(taken(one, 2))
     assert len(found) == 2
     assert sum(one.given_up().values()) == 0
-    assert one.pool_retries == 1
+    assert one.counts["pool_retries"] == 1
 
 
 def test_a_number_that_the_lost_session_gave_to_another_task_is_played_for_its_own(
@@ -155,3 +164,47 @@ def test_a_number_that_the_lost_session_gave_to_another_task_is_played_for_its_o
     source = DomainTasks("hop", seed=0)
     tasks = [next(source) for _ in range(10)]
     assert [item.episodes[0].task for item in found] == [tasks[item.number] for item in found]
+
+
+@pytest.mark.parametrize("requeue", [False, True])
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_a_group_whose_own_time_is_over_is_given_up_or_comes_again(
+    tmp_path: Path, synchronous: bool, requeue: bool
+) -> None:
+    sched = SchedConfig(
+        batch=4, window=2, group_seconds=1.0, group_least=2, requeue=requeue,
+        synchronous=synchronous,
+    )  # fmt: skip
+    players = Players(hangs=0, slow=(1, 2))
+    one = collector(tmp_path, players, sched)
+    found = asyncio.run(taken(one, 3))
+    numbers = [item.number for item in found]
+    assert len(set(numbers)) == len(numbers) == 12
+    assert not {1, 2} & set(numbers)
+    why, other = (Why.REQUEUED, Why.EXPIRED) if requeue else (Why.EXPIRED, Why.REQUEUED)
+    assert one.given_up() == {why: 2, other: 0, Why.DROPPED: 0}
+    played = [task for _, task in players.played]
+    again = [task for number, task in players.played if number in (1, 2)]
+    assert [played.count(task) for task in again] == [2 if requeue else 1] * 2
+
+
+def test_an_item_that_our_own_code_broke_is_one_outcome_and_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = collector(tmp_path, Players(hangs=0, breaks=(1, 2, 4, 5)), SchedConfig(batch=4), 5)
+    found = asyncio.run(taken(one, 2))
+    [episode] = next(item.episodes for item in found if item.number == 2)
+    assert episode.outcome.status is Status.ENVIRONMENT_FAILED
+    assert "KeyError: 'a bug'" in (episode.outcome.error or "")
+    assert one.counts["items_broken"] == 4
+    told = [record for record in caplog.records if "item 2 was broken" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].exc_info
+
+
+def test_our_own_fault_that_stays_ends_the_run(tmp_path: Path) -> None:
+    sched = SchedConfig(batch=4, in_flight=4)
+    one = collector(tmp_path, Players(hangs=0, breaks=range(100)), sched, 3)
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(taken(one, 2))
+    assert caught.group_contains(RuntimeError, match=r"protect.most_broken=3 items in a row.*a bug")

@@ -117,7 +117,7 @@ def test_what_is_old_is_not_trained_while_the_store_is_away(
     monkeypatch.setattr(one._pool, "put", away_for_one)
 
     def waits(step: int) -> bool:
-        return step > 0 or (one.pool_retries > 0 and one.lanes.queues[0].waiting >= 4)
+        return step > 0 or (one.counts["pool_retries"] > 0 and one.lanes.queues[0].waiting >= 4)
 
     found = asyncio.run(taken(one, 3, waits))
     assert {item.updates for item in found} == {0}

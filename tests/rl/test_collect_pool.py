@@ -12,7 +12,7 @@ from test_collect import group
 
 from forge_jax.agents.curriculum import DomainTasks
 from forge_jax.config import UserError
-from forge_jax.rl import collect
+from forge_jax.rl import durable
 from forge_jax.rl.collect import Collector, Group
 from forge_jax.sched.answers import StoreUnavailable
 from forge_jax.sched.lanes import LaneConfig, Lanes
@@ -80,13 +80,13 @@ async def consumed(store: Flaky, patience: float, items: int) -> tuple[list[int]
 def test_a_slow_or_failing_pool_stops_admissions(
     monkeypatch: pytest.MonkeyPatch, trouble: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(collect, "FIRST_WAIT", 0.01)
-    monkeypatch.setattr(collect, "LONGEST_WAIT", 0.02)
+    monkeypatch.setattr(durable, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(durable, "LONGEST_WAIT", 0.02)
     numbers, most, one = asyncio.run(consumed(Flaky(**trouble), patience=60.0, items=12))
     assert len(set(numbers)) == len(numbers) == 12, "an item was lost or came twice"
     assert set(range(12 - W)) <= set(numbers)
     assert most <= N, "more groups were held than there are places"
-    assert one.pool_retries == trouble.get("failures", 0)
+    assert one.counts["pool_retries"] == trouble.get("failures", 0)
 
 
 def test_a_pool_that_stays_away_ends_the_run_with_that_fault(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from forge_jax.agents import families
 from forge_jax.agents.faults import EnvironmentFault
 from forge_jax.agents.protocol import ScriptedCall
 from forge_jax.agents.tasks import hop
+from forge_jax.gateway.server import NAME
+from forge_jax.rl import play
 from forge_jax.rl.report import read_rows
 from forge_jax.rl.run import train
 from forge_jax.rollout.runner import Runner
@@ -53,17 +55,32 @@ class Flaky:
 
 def test_a_run_survives_its_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(families, "FAMILIES", {"hop": Flaky(faults=True)})
+    real, broken = play.session_seed, []
+
+    def breaks(seed: int, purpose: str, item: int, replica: int) -> int:
+        """A bug of our own, in the first item, and the server of the gateway is lost with it."""
+        if (purpose, item) != ("train", 0):
+            return real(seed, purpose, item, replica)
+        [task] = [task for task in asyncio.all_tasks() if task.get_name() == NAME]
+        task.cancel()
+        broken.append(item)
+        raise KeyError("a bug of our own")
+
+    monkeypatch.setattr(play, "session_seed", breaks)
     summary = train(config(episode_seconds=1.0), resolve("quick"), tmp_path, {})
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert len(rows) == 3
-    assert summary["episodes"] == 3 * 2 * 5
+    assert broken
+    assert rows[-1]["items_broken"] == rows[-1]["gateway_restarts"] == 1
+    assert summary["episodes"] == 3 * 2 * 5 - 4, "the item that broke is one outcome"
     failed = {k: sum(row["failed"].get(k, 0) for row in rows) for k in rows[0]["failed"]}
     assert set(failed) == {"agent_failed", "timed_out", "environment_failed"}
     pool = Pool.open(str(tmp_path / "pool"))
     consumed = [number for row in rows for number in row["items"]]
     for number in consumed:
         episodes = pool.get(number)
-        assert [e.replica for e in episodes] == list(range(5)), "one outcome an episode"
+        size = 5 if number else 1
+        assert [e.replica for e in episodes] == list(range(size)), "one outcome an episode"
         for episode in episodes:
             assert episode.outcome.valid or episode.outcome.error
 

@@ -2,17 +2,22 @@
 
 import asyncio
 
+import pytest
 from openai import AsyncOpenAI
 
+from forge_jax import restarts
+from forge_jax.agents import white_box
 from forge_jax.agents.families import agent_of
 from forge_jax.config import BudgetConfig
 from forge_jax.gateway.gateway import Gateway
+from forge_jax.gateway.server import NAME
 from forge_jax.models.chat import Chat, built_in
 from forge_jax.models.tokenizer import ByteTokenizer
 from forge_jax.rl.play import Player
+from forge_jax.rl.serving import shared_client
 from forge_jax.rollout.script import Rule
 from forge_jax.rollout.scripted import ScriptedEngine
-from forge_jax.types import Request, Status, Task
+from forge_jax.types import Episode, Finish, Request, Status, Task
 
 CHAT = Chat(tokenizer=ByteTokenizer(), format=built_in("lookup"))
 
@@ -82,5 +87,61 @@ def test_an_outcome_says_that_its_episode_ran_into_its_budget() -> None:
         assert len(found[2].turns) == 2
         assert found[2].outcome.metrics["over_budget"] == 1
         assert found[1000].outcome.metrics["over_budget"] == 0
+
+    asyncio.run(test())
+
+
+class Cut(Recording):
+    """Answers the `lost`-th request only once its connection and the server have been lost."""
+
+    def __init__(self, text: str, lost: int):
+        super().__init__(text)
+        self.lost = lost
+
+    async def generate(self, request: Request):
+        number = len(self.requests)
+        async for chunk in super().generate(request):
+            if number == self.lost:
+                self.lose()
+                await asyncio.sleep(3600)  # until its caller is found to be gone
+            yield chunk
+
+    def lose(self) -> None:
+        [running] = [task for task in asyncio.all_tasks() if task.get_name() == NAME]
+        frame = running.get_coro().cr_frame  # of `uvicorn.Server.serve`
+        for connection in list(frame.f_locals["self"].server_state.connections):
+            connection.transport.abort()
+        running.cancel()
+
+
+def test_a_gateway_that_is_lost_within_an_episode_costs_it_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (restarts, white_box):
+        monkeypatch.setattr(module, "FIRST_WAIT", 0.02)
+
+    async def play(engine: Recording) -> tuple[Episode, int]:
+        gateway = Gateway(engine, CHAT, "m", "admin")
+        async with gateway.running() as url, shared_client(url) as client:
+            player = Player(
+                agent=agent_of("hop", None), gateway=gateway, url=url, client=client,
+                model="m", purpose="train", seed=3, temperature=1.0, seconds=20.0,
+            )  # fmt: skip
+            found = await player.episode(5, 0, Task(family="hop", seed=1))
+        return found, gateway.restarts
+
+    async def test() -> None:
+        engine = Cut("?s", lost=1)
+        (calm, none), (found, one) = await play(Recording("?s")), await play(engine)
+        assert (none, one) == (0, 1)
+        assert found.outcome.status is calm.outcome.status is Status.COMPLETED
+        whole = [turn for turn in found.turns if turn.finish is not Finish.ABORT]
+        assert len(whole) == len(calm.turns) == found.outcome.metrics["turns"]
+        for turn, other in zip(whole, calm.turns, strict=True):
+            assert turn.prompt.tolist() == other.prompt.tolist()
+            assert turn.output.tolist() == other.output.tolist()
+        seeds = [request.sampling.seed for request in engine.requests]
+        assert seeds[1] == seeds[2], "the call that was lost is drawn as before"
+        assert len(set(seeds)) == len(seeds) - 1
 
     asyncio.run(test())

@@ -43,10 +43,8 @@ def played(cfg: TrainConfig, folder: Path) -> dict[str, Any]:
 def history(folder: Path) -> list[dict[str, Any]]:
     rows = read_rows(folder / "metrics.jsonl")
     rows = [{k: v for k, v in row.items() if "seconds" not in k} for row in rows]
-    return [
-        {k: v for k, v in row.items() if k not in ("loop_blocked", "engine_restarts")}
-        for row in rows
-    ]
+    counts = ("loop_blocked", "engine_restarts", "gateway_restarts")
+    return [{k: v for k, v in row.items() if k not in counts} for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +143,11 @@ def test_a_run_that_is_terminated_saves_its_last_update_and_evaluations_change_n
             run.train(cfg, resolve("quick"), tmp_path, {})
     # Without the signal there would be none after the first update.
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["0", "1"]
+    file = tmp_path / "metrics.jsonl"
+    [row] = read_rows(file)
+    file.write_text(json.dumps(row | {"engine_restarts": 5}) + "\n")
     summary = played(dataclasses.replace(cfg, resume=str(tmp_path)), tmp_path)
+    assert [row["engine_restarts"] for row in read_rows(file)] == [5, 5, 5], "all sessions'"
     rows = history(tmp_path)
     solved = [row.pop("eval") for row in rows]
     assert (summary, rows) == calm

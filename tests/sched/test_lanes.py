@@ -1,13 +1,14 @@
 """Lanes: exact shares in every update, and a restart that changes nothing."""
 
 import json
+import math
 import random
 
 import pytest
 
 from forge_jax.config import UserError
 from forge_jax.sched.lanes import LaneConfig, Lanes
-from forge_jax.sched.policies import Window
+from forge_jax.sched.policies import Deadline, Why, Window
 
 
 def drawn(rng: random.Random) -> tuple[list[float], int]:
@@ -94,3 +95,31 @@ def test_a_state_of_other_lanes_is_refused(change: dict, named: str) -> None:
     with pytest.raises(UserError, match="consumed=0"):
         one.restore(spoiled)
     assert one.state() == before
+
+
+def test_a_deadline_counts_the_time_in_which_somebody_waits_for_its_head() -> None:
+    """Two lanes of one item each in a batch; the clock is a number."""
+    policy, deadline = Window(in_flight=2, window=1), Deadline(seconds=10.0)
+    one = Lanes(
+        [LaneConfig(name=n, policy=policy, share=0.5, deadline=deadline) for n in "ab"], batch=2
+    )
+    for queue in one.queues:
+        assert (queue.admit(), queue.admit()) == (0, 1)
+    one.queues[0].finish(1)
+    assert [one.evict(lane, 0.0) for lane in (0, 1)] == [[], []]
+    assert one.take() == (0, 1), "the head of a hangs, and nobody needs it for this batch"
+    assert [one.evict(0, now) for now in (0.0, 4.0, 1000.0)] == [[], [], []]
+    assert one.queues[0].due == math.inf
+    assert one.evict(1, 4.0) == []
+    one.rest(6.0)  # an update: nobody waits for b either
+    assert (one.evict(1, None), one.queues[1].due) == ([], math.inf)
+    assert one.evict(1, 1000.0) == []
+    assert one.queues[1].due == 1004.0
+    assert one.evict(1, 1003.9) == []
+    [gone] = one.evict(1, 1004.0)
+    assert (gone.number, gone.why) == (0, Why.EXPIRED)
+    one.queues[1].finish(1)
+    assert one.take() == (1, 1)
+    one.next_batch()
+    assert one.evict(0, 2000.0) == []
+    assert one.queues[0].due == 2010.0, "a's head had not been waited for"

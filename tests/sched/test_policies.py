@@ -171,6 +171,30 @@ def test_a_hung_head_costs_its_deadline_and_has_a_counted_end(requeue: bool) -> 
         queue.finish(4)
 
 
+@pytest.mark.parametrize("requeue", [False, True])
+def test_an_item_whose_own_time_is_over_has_a_counted_end_wherever_it_stands(
+    requeue: bool,
+) -> None:
+    deadline = Deadline(seconds=math.inf, requeue=True) if requeue else None
+    queue = Queue(Window(in_flight=3, window=3), batch=1, deadline=deadline)
+    assert [queue.admit() for _ in range(3)] == [0, 1, 2]
+    one = queue.expire(1)
+    assert (one.why, one.again) == ((Why.REQUEUED, 3) if requeue else (Why.EXPIRED, None))
+    assert queue.evict(1e9) == [], "no head is overdue"
+    if requeue:
+        assert queue.expire(3).why is Why.EXPIRED, "once, not for ever"
+    assert queue.evicted == {Why.EXPIRED: 1, Why.REQUEUED: int(requeue), Why.DROPPED: 0}
+    state = queue.state()
+    other = Queue(Window(in_flight=3, window=3), batch=1, deadline=deadline)
+    other.restore(state)
+    assert other.state() == state
+    for number in (0, 2):
+        queue.finish(number)
+    assert [queue.take(), queue.take(), queue.take()] == [0, 2, None]
+    with pytest.raises(ValueError, match="number=1 does not run"):
+        queue.expire(1)
+
+
 def worst(queue: Queue, late: int, batch: int, total: int) -> int:
     """The lag of `late`, which finishes last of all that may overtake it; others at once."""
     before, lag = {}, -1
