@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.command import CONFIGS, command, complaining
 from experiments.models import resolve
 from experiments.runs import check_same, summary_of
-from forge_jax.config import TrainConfig, UserError, load
+from forge_jax.config import DTYPES, TrainConfig, UserError, load
 from forge_jax.rl.forward import tiled
 from forge_jax.rl.run import train
 from forge_jax.rl.writing import write_whole
@@ -39,6 +39,7 @@ def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
         mapping = continued(Path(mapping["resume"]), list(HydraConfig.get().overrides.task))
     elif mapping["pool"] is not None:
         mapping |= {"pool": lasting(str(mapping["pool"]))}
+    check_sources(mapping)
     cfg = load(TrainConfig, mapping)
     if cfg.resume is None and (folder / "config.yaml").exists():
         check_same(folder, cfg)
@@ -53,6 +54,15 @@ def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
     write_whole(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(mapping)))
     with complaining(f"to go on: python -m experiments.train resume={folder}"):
         return train(cfg, model, folder, mapping)
+
+
+def check_sources(mapping: Mapping[str, Any]) -> None:
+    """Raises UserError, under their own names, for keys that give others their value."""
+    steps, dtype = mapping["steps"], mapping["dtype"]
+    if type(steps) is int and steps < 0:  # optim.decay_steps
+        raise UserError(f"{steps=} must be >= 0")
+    if dtype not in DTYPES:  # rollout.dtype
+        raise UserError(f"{dtype=} must be one of {DTYPES}")
 
 
 def lasting(location: str) -> str:

@@ -5,6 +5,8 @@ Invariant: a setting that would change nothing beside the others is refused.
 
 import dataclasses
 import math
+import sys
+import unicodedata
 from dataclasses import dataclass, field
 
 from forge_jax.loading import check
@@ -39,6 +41,14 @@ class FaultConfig:
         for script in self.scripts:
             said = f"scripts: {script!r} must be a script in capitals, as LATIN"
             check(script.isascii() and script.isupper(), said)
+            check(known(script), f"scripts: {script!r} begins the Unicode name of no letter")
+
+
+def known(script: str) -> bool:
+    """Whether there are letters of a script."""
+    characters = map(chr, range(sys.maxunicode + 1))
+    names = (unicodedata.name(one, "") for one in characters if one.isalpha())
+    return any(name.startswith(f"{script} ") for name in names)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -165,7 +165,8 @@ def check_stages(
     each domain at least once."""
     if stages is None:
         return
-    check(domains is not None, "stages go with domains")
+    shares = [dict(stage.shares) for stage in stages]
+    check(domains is not None, f"stages of the shares {shares} go with domains: there are none")
     ends = [stage.until for stage in stages]
     inner = [end for end in ends[:-1] if end is not None]
     rising = len(set(inner)) == len(ends) - 1 and inner == sorted(inner)

@@ -61,8 +61,15 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         return float(value)
     wanted = origin or hint
     if not isinstance(value, wanted) or (isinstance(value, bool) and hint is not bool):
-        raise UserError(f"{path}={value!r} must be {getattr(hint, '__name__', hint)}")
+        raise UserError(f"{path}={value!r} must be {_told(wanted)}")
     return value
+
+
+def _told(kind: type) -> str:
+    """A type as who writes a configuration knows it."""
+    if kind is Mapping or dataclasses.is_dataclass(kind):
+        return "a mapping of keys to values"
+    return "a list" if kind is tuple else kind.__name__
 
 
 def check(condition: bool, message: str) -> None:

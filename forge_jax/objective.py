@@ -43,8 +43,12 @@ class LossConfig:
         for name in ("entropy", "kl"):
             check(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must be >= 0")
         check(
-            (self.per == "constant") == (self.constant is not None),
+            self.per == "constant" or self.constant is None,
             f"constant={self.constant} goes with per=constant, not with per={self.per}",
+        )
+        check(
+            self.per != "constant" or self.constant is not None,
+            f"per={self.per} needs constant, the trained tokens that an episode is taken to have",
         )
         check(self.constant is None or self.constant > 0, f"constant={self.constant} must be > 0")
 

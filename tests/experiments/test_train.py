@@ -20,7 +20,7 @@ from train_command import SYNCHRONOUS, TINY, finish, kill_after, rows, start
 from experiments import command
 from experiments.chaos import timeless
 from experiments.runs import summary_of
-from experiments.train import continued, main
+from experiments.train import check_sources, continued, main
 from forge_jax.config import UserError
 from forge_jax.sched.pool import Pool
 
@@ -159,6 +159,17 @@ def test_a_resume_does_not_become_another_run(calm: Path, override: str) -> None
     assert continued(calm, [f"resume={calm}", "steps=9"])["steps"] == 9
     with pytest.raises(UserError, match=re.escape(override.removeprefix("++plain."))):
         continued(calm, [f"resume={calm}", override])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [("steps", -1, "steps=-1 must be >= 0"), ("dtype", "float16", "dtype='float16' must be one")],
+)
+def test_what_other_keys_are_made_of_is_refused_by_its_own_name(
+    key: str, value: object, said: str
+) -> None:
+    with pytest.raises(UserError, match=f"^{said}"):
+        check_sources({"steps": 3, "dtype": "float32", key: value})
 
 
 @pytest.mark.parametrize("name", [file.stem for file in (CONFIGS / "mesh").glob("*.yaml")])

@@ -254,6 +254,7 @@ def test_success_that_falls_with_the_time_of_successes_sets_the_alarm_off() -> N
         ),
         (RewardConfig, {"process": -1.0}, "process=-1.0"),
         (RewardConfig, {"process": 1.0, "faults": {"scripts": ["latin"]}}, "latin"),
+        (RewardConfig, {"process": 1.0, "faults": {"scripts": ["LATI"]}}, "'LATI' begins the Uni"),
         (RewardConfig, {"families": [{"family": "hop"}, {"family": "hop"}]}, "hop more than once"),
     ],
 )
