@@ -14,7 +14,7 @@ from small_run import config
 
 from experiments.models import resolve
 from forge_jax.config import TrainConfig, UserError
-from forge_jax.rl import collect
+from forge_jax.rl import durable
 from forge_jax.rl.play import Player
 from forge_jax.rl.report import read_rows
 from forge_jax.rl.run import train
@@ -49,7 +49,7 @@ class Held:
 
         patch.setattr(Player, "group", group)
         patch.setattr(Pool, "put", counted)
-        patch.setattr(collect.logger, "handlers", [self])
+        patch.setattr(durable.logger, "handlers", [self])
 
     level = logging.WARNING
 
