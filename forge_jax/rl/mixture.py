@@ -144,12 +144,16 @@ def evaluated(cfg: TrainConfig) -> list[Task]:
     curriculum every level in turn."""
     tasks = []
     for domain in cfg.mixture:
-        curriculum = domain.own.curriculum
-        levels = (0,) if curriculum is None else curriculum.levels
+        levels = levels_of(domain)
         own = held_out(domain.family, cfg.eval.episodes, cfg.eval.seed)
         for number, task in enumerate(own):
             tasks.append(dataclasses.replace(task, level=levels[number % len(levels)]))
     return tasks
+
+
+def levels_of(domain: Domain) -> tuple[int, ...]:
+    """The levels that a domain may play, from easy to hard."""
+    return (0,) if domain.own.curriculum is None else domain.own.curriculum.levels
 
 
 def by_domain(cfg: TrainConfig, episodes: Sequence[Episode]) -> dict[str, Evaluation]:
@@ -160,16 +164,22 @@ def by_domain(cfg: TrainConfig, episodes: Sequence[Episode]) -> dict[str, Evalua
 
 
 def imitated_play(cfg: TrainConfig, chat: Chat, step: int) -> list[Sample]:
-    """A batch of scripted episodes of all families, in the shares of their domains."""
+    """A batch of scripted episodes of all families, in the shares of their domains and at the
+    levels that these play."""
     shares: dict[str, float] = {}
+    levels: dict[str, list[int]] = {}
     for domain in cfg.mixture:
         shares[domain.family] = shares.get(domain.family, 0.0) + domain.share
+        own = levels.setdefault(domain.family, [])
+        own += [level for level in levels_of(domain) if level not in own]
     samples, before, given = [], 0.0, 0
     for family, share in shares.items():
         before += share
         episodes = round(before * cfg.warm.batch) - given
         given += episodes
-        samples += scripted_samples(family, chat, episodes, cfg.seed, step, cfg.context)
+        samples += scripted_samples(
+            family, chat, episodes, cfg.seed, step, cfg.context, levels[family]
+        )
     return samples
 
 

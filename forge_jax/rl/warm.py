@@ -57,14 +57,16 @@ def scripted_samples(
     seed: int,
     step: int,
     context: ContextConfig | None = None,
+    levels: Sequence[int] = (0,),
 ) -> list[Sample]:
-    """The samples of `episodes` scripted episodes; the same for the same arguments."""
+    """The samples of `episodes` scripted episodes, at all `levels` in turn from step to step; the
+    same for the same arguments."""
     rng = np.random.default_rng([seed, step])
-    play = play_of(family, context)
+    plays = [play_of(family, context, level) for level in levels]
     return [
         reply_sample(chat, call.messages, call.tools, call.reply)
-        for _ in range(episodes)
-        for call in play(rng)
+        for number in range(step * episodes, (step + 1) * episodes)
+        for call in plays[number % len(plays)](rng)
     ]
 
 
