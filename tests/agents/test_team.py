@@ -94,7 +94,7 @@ def test_a_worker_is_judged_by_what_it_was_asked() -> None:
     task = f"{known}'s {relation_of(known)}?"
     assert wiki_team.judged(WORLD, task, word) == 1
     assert wiki_team.judged(WORLD, task, "") == 0
-    for senseless in ("What?", "Zed's town?", f"{known}'s shoe?"):
+    for senseless in ("What?", "Zed's Town?", f"{known}'s Shoe?"):
         assert wiki_team.judged(WORLD, senseless, "") == 0
 
 

@@ -16,12 +16,12 @@ from forge_jax.models.chat import built_in
 PERFECT = wiki.Noise(shy=0.0)
 LOOKUP = built_in("lookup")
 PAGES = {
-    "Ann": "Ann, baker. friend Bob. boss Eve. town Rome.",
-    "Bob": "Bob, judge. Once baker. friend Ann. boss Ann. town Oslo.",
+    "Ann": "Ann, baker. mate Bob. boss Eve. town Rome.",
+    "Bob": "Bob, judge. Once baker. mate Ann. boss Ann. town Oslo.",
 }
 
 
-def world(question: str = "The baker's friend's town?") -> wiki.Wiki:
+def world(question: str = "the baker's Mate's Town?") -> wiki.Wiki:
     return wiki.Wiki(json.dumps({"pages": PAGES, "question": question}))
 
 
@@ -33,11 +33,11 @@ def drawn(level: int, count: int) -> list[wiki.Wiki]:
 @pytest.mark.parametrize(
     ("question", "answer"),
     [
-        ("The baker's friend's town?", "Oslo"),
-        ("The judge's boss's friend's boss?", "Ann"),
-        ("Bob's town?", "Oslo"),
-        ("The baker's boss's town?", ""),  # has no page
-        ("The pilot's town?", ""),
+        ("the baker's Mate's Town?", "Oslo"),
+        ("the judge's Boss's Mate's Boss?", "Ann"),
+        ("Bob's Town?", "Oslo"),
+        ("the baker's Boss's Town?", ""),  # has no page
+        ("the pilot's Town?", ""),
     ],
 )
 def test_answers_are_what_a_reader_finds(question: str, answer: str) -> None:
@@ -83,7 +83,7 @@ def test_questions_lead_over_as_many_pages_as_they_say(level: int) -> None:
 
 @pytest.mark.parametrize("level", range(len(wiki.LEVELS)))
 def test_pages_do_not_fit_unless_they_are_folded(level: int) -> None:
-    """At level 0 those of the settings: `configs/task/wiki.yaml` gives it 160 tokens."""
+    """At level 0 those of the settings: `configs/task/wiki.yaml` gives it 144 tokens."""
 
     def longest(calls) -> int:
         return max(len(LOOKUP.render(call.messages, call.tools)) for call in calls)
@@ -96,7 +96,7 @@ def test_pages_do_not_fit_unless_they_are_folded(level: int) -> None:
         whole.append(longest(wiki.script(one, np.random.default_rng(0), PERFECT, ContextConfig())))
     assert max(folded) < min(whole)
     if level == 0:
-        assert max(folded) + wiki.MAX_TOKENS < 160 < min(whole)
+        assert max(folded) + wiki.MAX_TOKENS < 144 < min(whole)
 
 
 @pytest.mark.parametrize("operation", ["summarise", "note"])

@@ -3,12 +3,12 @@
 A seed makes a maze without circles, a start and a goal. The model is told the exits of the cell
 where it is, walks, and must answer the way from the start to the goal, without its detours:
 
-    Exits ES. ...   ?E   =W   Note? E   ?W   =ES   Note? -   ?S   =*N   Note? S   !S
+    ... Exits ES   ?E   =W   Note? E   ?W   =ES   Note? -   ?S   =*N   Note? S   !S
 
 After each step the model is asked for a note, which then is all that is left but the step itself.
 So the note has to hold the way; keeping to the right wall finds the goal with no more than that.
 The reward is 1 if and only if the answer is the way. Levels are rows of LEVELS: cells on a side,
-and how long the way is.
+and how long the way and the walk are.
 
 Level 0 has about 5,000 contents. Held-out mazes are never trained on, though their cells are.
 """
@@ -31,7 +31,6 @@ from forge_jax.agents.white_box import ToolLoop
 from forge_jax.managing import WRITTEN, ContextConfig
 from forge_jax.types import Task
 
-MAX_STEPS = 23  # along the wall to the goal
 MAX_TURNS = 48  # so that each step may have a note
 MAX_TOKENS = 12  # of one reply
 CONTEXT = ContextConfig(policy="fixed", every=1, operation="note", keep=1)
@@ -58,15 +57,16 @@ GO: Tool = {
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """How large a maze is, and how long the way to its goal."""
+    """How large a maze is, how long the way to its goal, and the walk there along the wall."""
 
     side: int
     shortest: int
     longest: int
+    walk: int = 23  # at most, so that it takes MAX_TURNS with its notes
 
 
 LEVELS = (
-    Level(side=3, shortest=1, longest=3),
+    Level(side=3, shortest=2, longest=3, walk=5),
     Level(side=4, shortest=3, longest=6),
     Level(side=5, shortest=5, longest=9),
 )
@@ -76,7 +76,7 @@ LEVELS = (
 class Noise:
     """How often the script errs at a step; the default wins about 0.6 of its level 0 episodes."""
 
-    early: float = 0.12  # answers the way it has come, though it is not there
+    early: float = 0.2  # answers the way it has come, though it is not there
 
 
 NOISE = Noise()
@@ -106,8 +106,8 @@ class Maze:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        told = f"Exits {self.exits[self.start]}. Find {GOAL}, then answer the way to it from here, "
-        return ({"role": "user", "content": f"{told}like !EES."},)
+        told = f"Find {GOAL}, answer the way like !EES. Exits {self.exits[self.start]}"
+        return ({"role": "user", "content": told},)
 
     @property
     def tools(self) -> tuple[Tool, ...]:
@@ -170,14 +170,14 @@ def along_the_wall(heading: str, exits: str) -> str:
 
 
 def draw(rng: np.random.Generator, level: int = 0) -> str:
-    """A random maze of a level that the script gets through in MAX_STEPS."""
+    """A random maze of a level of which the walk is not too long."""
     row = LEVELS[level]
     while True:
         exits = carved(row.side, rng)
         start, goal = (int(cell) for cell in rng.choice(row.side**2, size=2, replace=False))
         content = f"{','.join(exits)};{start};{goal}"
         fits = row.shortest <= len(way_between(exits, start, goal)) <= row.longest
-        if fits and steps_of(content) <= MAX_STEPS:
+        if fits and steps_of(content) <= row.walk:
             return content
 
 

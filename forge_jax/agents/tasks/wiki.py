@@ -2,22 +2,24 @@
 
 A seed makes people with a page each, and a question about one who is known by a job:
 
-    The baker's friend's town? One word.
-    ?search baker   =Ann   ?open Ann   =Ann, baker. friend Bob. boss Eve. town Rome. pet owl.
-    ?fold Bob       ?open Bob   =Bob, judge. ... town Oslo. ...   Oslo
+    One word: the nurse's Boss's Town?
+    ?search nurse   =Ann   ?open Ann   =Ann, nurse. boss Eve. town Rome. pets owls.
+    ?fold Eve       ?open Eve   =Eve, judge. ... town Oslo. ...   Oslo
 
 With `fold` the model puts what it found in the place of the pages that it read for it, so that
 the context holds the question, one name for each step, and the page at hand. The reward is 1 if
 and only if the last line of the answer is the word asked for, whatever its case and punctuation.
 Levels are rows of LEVELS: pages, steps, relations on a page, and others who once had the job, of
-whom the search tells as well.
+whom the search tells as well. Words of a kind are equally long and begin with letters of their
+own, relations in the question with capitals that nothing else there has: so a small model that
+reads bytes can tell by letters and places what is asked for.
 
 Held-out wikis with their questions are never trained on, though their names and words are.
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -37,15 +39,16 @@ from forge_jax.types import Task
 MAX_TURNS = 24
 MAX_TOKENS = 24  # of one reply
 CONTEXT = ContextConfig(policy="tool", operation="fold")
-NAMES = ("Ann", "Bob", "Cal", "Dan", "Eve", "Fay", "Gus", "Hal", "Ida", "Jon", "Kim", "Leo")
-JOBS = ("baker", "judge", "nurse", "actor", "miner", "pilot", "smith", "guide", "clerk", "tailor")
-PEOPLE = ("friend", "boss", "heir")  # relations to others
+NAMES = ("Ann", "Cal", "Dan", "Eve", "Gus", "Ida", "Jon", "Kim", "Leo", "Ned", "Ray", "Sue")
+JOBS = ("baker", "judge", "nurse", "actor", "miner", "pilot", "smith", "guide", "clerk", "diver")
+PEOPLE = ("boss", "heir", "mate")  # relations to others
 WORDS: Mapping[str, tuple[str, ...]] = {
-    "town": ("Bonn", "Cork", "Graz", "Lima", "Nara", "Oslo", "Pisa", "Rome"),
-    "pet": ("cat", "dog", "owl", "fox", "hen", "rat"),
+    "town": ("Cork", "Graz", "Jena", "Lima", "Nara", "Oslo", "Rome", "Vigo"),
+    "pets": ("cats", "dogs", "hens", "owls", "pigs", "rats"),
     "food": ("rice", "soup", "figs", "eggs", "nuts", "peas"),
 }
-QUESTION = re.compile(r"(?:The )?(\w+)((?:'s \w+)+)\?")
+QUESTION = re.compile(r"(?:the )?(\w+)((?:'s \w+)+)\?")
+ASK = "One word: "
 NOTHING = "nothing"
 UNKNOWN = "unknown"
 
@@ -79,7 +82,7 @@ class Level:
 
 
 LEVELS = (
-    Level(pages=4, steps=1, people=2, words=2),
+    Level(pages=4, steps=1, people=1, words=2),
     Level(pages=8, steps=2, people=3, words=2, once=1),
     Level(pages=12, steps=4, people=3, words=3, once=2),
 )
@@ -112,7 +115,7 @@ class Wiki:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        return ({"role": "user", "content": f"{self.question} One word."},)
+        return ({"role": "user", "content": f"{ASK}{self.question}"},)
 
     @property
     def tools(self) -> tuple[Tool, ...]:
@@ -154,7 +157,12 @@ def asked(question: str) -> tuple[str, list[str]]:
     found = QUESTION.search(question)
     if found is None:
         raise ValueError(f"{question!r} asks for nothing")
-    return found[1], found[2].split("'s ")[1:]
+    return found[1], found[2].lower().split("'s ")[1:]
+
+
+def owned(known: str, relations: Sequence[str]) -> str:
+    """The question for the last of some relations that begin with `known`."""
+    return known + "".join(f"'s {name.capitalize()}" for name in relations) + "?"
 
 
 def relation(page: str, name: str) -> str | None:
@@ -179,8 +187,7 @@ def draw(rng: np.random.Generator, level: int = 0) -> str:
     row = LEVELS[level]
     names = [str(name) for name in rng.permutation(NAMES)[: row.pages]]
     jobs = [str(job) for job in rng.permutation(JOBS)]
-    people = [str(name) for name in rng.permutation(PEOPLE)[: row.people]]
-    words = [str(name) for name in rng.permutation(list(WORDS))[: row.words]]
+    people, words = PEOPLE[: row.people], list(WORDS)[: row.words]
     chain = [str(rng.choice(people)) for _ in range(row.steps)]
     before = [str(name) for name in rng.permutation(names[1:])[: row.once]]
     pages = {}
@@ -195,8 +202,8 @@ def draw(rng: np.random.Generator, level: int = 0) -> str:
         said = "".join(f" {key} {value}." for key, value in found.items())
         pages[name] = f"{name}, {job}.{once}{said}"
     listed = {str(name): pages[str(name)] for name in rng.permutation(names)}
-    owned = "".join(f"'s {name}" for name in (*chain, str(rng.choice(words))))
-    return json.dumps({"pages": listed, "question": f"The {jobs[0]}{owned}?"})
+    question = f"the {owned(jobs[0], [*chain, str(rng.choice(words))])}"
+    return json.dumps({"pages": listed, "question": question})
 
 
 def turned(found: Mapping[str, str], name: str, other: str) -> dict[str, str]:
@@ -281,4 +288,4 @@ class Reader:
         """What is left of the question; of a fold the name alone, as the others are there."""
         if self.context.operation == "fold" or not self.left:
             return self.known
-        return self.known + "".join(f"'s {name}" for name in self.left) + "?"
+        return owned(self.known, self.left)

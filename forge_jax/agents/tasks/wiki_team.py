@@ -2,9 +2,9 @@
 
 The planner is told the question and has no tools of the wiki; a worker is told one step and has:
 
-    planner: The baker's friend's town? One word.   ?The baker's friend?   =Bob
-             ?Bob's town?   =Oslo   Oslo
-    worker:  The baker's friend? One word.   ?search baker   =Ann   ?open Ann   =...   Bob
+    planner: One word: the nurse's Boss's Town?   ?the nurse's Boss?   =Eve
+             ?Eve's Town?   =Oslo   Oslo
+    worker:  One word: the nurse's Boss?   ?search nurse   =Ann   ?open Ann   =...   Eve
 
 The planner's calls have the reward of the episode, as in `wiki`; those of workers the share of
 their answers that are right, whatever the planner makes of them. Levels are those of `wiki`.
@@ -20,6 +20,7 @@ from forge_jax.agents.protocol import Environment, ScriptedCall
 from forge_jax.agents.scripting import calling, led, saying
 from forge_jax.agents.split import draw_from
 from forge_jax.agents.tasks.wiki import (
+    ASK,
     MAX_TOKENS,
     NOISE,
     TOOLS,
@@ -31,6 +32,7 @@ from forge_jax.agents.tasks.wiki import (
     asked,
     draw,
     is_word,
+    owned,
     world_of,
 )
 from forge_jax.agents.team import DELEGATE, Team, briefed
@@ -39,7 +41,7 @@ from forge_jax.managing import ContextConfig
 
 PLANNER_TURNS = 8
 WORKER_TURNS = 8
-BRIEF = "{task} One word."
+BRIEF = f"{ASK}{{task}}"
 
 
 def judged(world: Environment, task: str, answer: str) -> float:
@@ -77,7 +79,7 @@ def script(world: Wiki, rng: np.random.Generator, noise: Noise) -> tuple[Scripte
     context, calls = Context.begun(world.messages), []
     known, relations = asked(world.question)
     for name in relations:
-        task = f"{'' if known in world.pages else 'The '}{known}'s {name}?"
+        task = f"{'' if known in world.pages else 'the '}{owned(known, [name])}"
         reply = calling("delegate", {"task": task})
         calls.append(ScriptedCall(messages=context.messages, tools=(DELEGATE,), reply=reply))
         reader = Reader(world=world, question=task, context=ContextConfig())
