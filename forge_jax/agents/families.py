@@ -89,42 +89,6 @@ Play = Callable[[np.random.Generator], tuple[ScriptedCall, ...]]
 MANAGED: Mapping[str, Callable[..., tuple[ScriptedCall, ...]]] = MappingProxyType(
     {"maze": maze.play, "trail": trail.play, "wiki": wiki.play}
 )
-# Of the families whose script is another at every level; that of the others is the same at all.
-LEVELLED: Mapping[str, Callable[..., tuple[ScriptedCall, ...]]] = MappingProxyType(
-    {
-        "calc": calc.play,
-        "desk": desk.play,
-        "maze": maze.play,
-        "qa": qa.play,
-        "wiki": wiki.play,
-        "wiki_team": wiki_team.play,
-    }
-)
-
-
-def play_of(name: str, context: ContextConfig | None = None, level: int = 0) -> Play:
-    """Scripted play of the family called `name` at a level, where it can with its context managed
-    so.
-
-    Raises UserError as `family_of`, and where its script does not call what the model is to call.
-    """
-    if name.partition(":")[0] == reasoning.FAMILY:
-        play: Play = partial(reasoning.Reasoning(name).play, level=level)
-    elif name in LEVELLED:
-        play = partial(LEVELLED[name], level=level)
-    else:
-        play = family_of(name).play
-    if context is not None and name in MANAGED:
-        return partial(play, context=context)
-    if context is not None and context.policy == "tool":
-        known = ", ".join(MANAGED)
-        raise UserError(
-            f"context.policy=tool: the script of task={name!r} does not call "
-            f"{context.operation}, only those of {known} do; warm.steps=0 imitates none"
-        )
-    return play
-
-
 # Of the families that have more than one level of difficulty.
 LEVELS: Mapping[str, int] = MappingProxyType(
     {
@@ -139,6 +103,31 @@ LEVELS: Mapping[str, int] = MappingProxyType(
         "wiki_team": len(wiki.LEVELS),
     }
 )
+
+
+# Of these, the families whose script is another at every level: all but those whose levels differ
+# in how long a tool takes.
+SCRIPTED_BY_LEVEL = frozenset(LEVELS) - {"hop_slow"}
+
+
+def play_of(name: str, context: ContextConfig | None = None, level: int = 0) -> Play:
+    """Scripted play of the family called `name` at a level, where it can with its context managed
+    so.
+
+    Raises UserError as `family_of`, and where its script does not call what the model is to call.
+    """
+    play: Callable[..., tuple[ScriptedCall, ...]] = family_of(name).play
+    if name.partition(":")[0] == reasoning.FAMILY or name in SCRIPTED_BY_LEVEL:
+        play = partial(play, level=level)
+    if context is not None and name in MANAGED:
+        return partial(play, context=context)
+    if context is not None and context.policy == "tool":
+        known = ", ".join(MANAGED)
+        raise UserError(
+            f"context.policy=tool: the script of task={name!r} does not call "
+            f"{context.operation}, only those of {known} do; warm.steps=0 imitates none"
+        )
+    return play
 
 
 def check_level(name: str, level: int) -> None:

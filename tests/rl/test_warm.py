@@ -1,7 +1,9 @@
 """What the warm start imitates: the play of every level that the domains play."""
 
+import numpy as np
 import pytest
 
+from forge_jax.agents.families import LEVELS, play_of
 from forge_jax.config import CurriculumConfig, DomainConfig, TrainConfig, WarmConfig
 from forge_jax.models.chat import Chat, built_in
 from forge_jax.models.tokenizer import ByteTokenizer
@@ -33,3 +35,11 @@ def test_every_level_is_imitated_as_often_whatever_a_step_holds(
 
 def test_a_curriculum_of_one_level_is_that_level_alone() -> None:
     assert set(sentences(1, only=(1,))) == {6}
+
+
+@pytest.mark.parametrize("family", sorted(LEVELS))
+def test_scripts_play_the_level_that_they_are_asked_for(family: str) -> None:
+    def played(level: int) -> list[object]:
+        return [play_of(family, level=level)(np.random.default_rng(seed)) for seed in range(5)]
+
+    assert (played(0) == played(LEVELS[family] - 1)) == (family == "hop_slow"), "waits alone differ"

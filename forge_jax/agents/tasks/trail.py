@@ -114,10 +114,13 @@ def workspace_of(task: Task) -> HopFiles:
 
 
 def play(
-    rng: np.random.Generator, noise: Noise = NOISE, context: ContextConfig | None = None
+    rng: np.random.Generator,
+    noise: Noise = NOISE,
+    context: ContextConfig | None = None,
+    level: int = 0,
 ) -> tuple[ScriptedCall, ...]:
-    """The calls of a scripted episode on a random training trail; None: under any of three.""" ""
-    world = Trail(draw_from("train", draw, rng))
+    """The calls of a scripted episode on a random training trail; None: under any of three."""
+    world = Trail(draw_from("train", partial(draw, level=level), rng))
     drawn = (WHOLE, NOTE, SUMMARY)[rng.integers(3)]
     return script(world, rng, noise, drawn if context is None else context)
 
