@@ -19,8 +19,8 @@ from forge_jax.types import Episode
 
 logger = logging.getLogger(__name__)
 
-WINDOW = 20  # steps on either side of what the alarm compares
-SURE = 2.0  # standard errors that both changes exceed
+WINDOW = 5  # steps on either side of what the alarm compares: policies have collapsed within ten
+SURE = 3.0  # standard errors that both changes exceed
 
 
 def reward_row(taken: Sequence[Taken], scorer: Scorer) -> dict[str, Any]:

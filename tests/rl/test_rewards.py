@@ -11,7 +11,7 @@ from forge_jax.loading import UserError, load
 from forge_jax.rl.collect import Taken
 from forge_jax.rl.credit import credited
 from forge_jax.rl.process import longest_certain, mixing, repetition
-from forge_jax.rl.reward_row import reward_row, speed_alarm
+from forge_jax.rl.reward_row import WINDOW, reward_row, speed_alarm
 from forge_jax.rl.rewards import Scorer, speed_rewards
 from forge_jax.rl.speed import speeds, times_of, union
 from forge_jax.types import Episode, Finish, Outcome, Status, Task, Turn
@@ -226,12 +226,17 @@ def test_success_that_falls_with_the_time_of_successes_sets_the_alarm_off() -> N
     def rows(solved: float, seconds: float, all_seconds: float = 3.0) -> list[dict[str, float]]:
         means = {"solved": solved, "speed_completion_seconds": seconds,
                  "speed_all_seconds": all_seconds}  # fmt: skip
-        return [{n: mean + 0.01 * rng.normal() for n, mean in means.items()} for _ in range(20)]
+        return [{n: mean + 0.01 * rng.normal() for n, mean in means.items()} for _ in range(WINDOW)]
 
     assert speed_alarm([*rows(0.9, 2.0), *rows(0.7, 1.0)])
     assert not speed_alarm([*rows(0.9, 2.0), *rows(0.9, 1.0)])
     assert not speed_alarm([*rows(0.9, 1.0), *rows(0.7, 1.0)])
     assert not speed_alarm(rows(0.7, 1.0))
+    # A policy that is gone after ten updates is not told of after forty.
+    gone = zip((0.52, 0.53, 0.47, 0.52, 0.27, 0.23, 0.16, 0.09, 0.0, 0.02),
+               (0.34, 0.35, 0.30, 0.28, 0.18, 0.12, 0.12, 0.10, 0.04, 0.04), strict=True)  # fmt: skip
+    none: dict[str, Any] = {"speed_completion_seconds": None}
+    assert speed_alarm([{"solved": s, "speed_all_seconds": x} | none for s, x in gone])
     # Failures that take no time, while those that succeed take as long as ever.
     assert speed_alarm([*rows(0.9, 2.0, 2.0), *rows(0.7, 2.0, 1.0)])
 
