@@ -100,7 +100,7 @@ def tables(rows: Sequence[Row], drifts: Sequence[Row]) -> str:
         for of, against in pairs:
             less = reduction(drifts, of, against, level)
             if less is not None:
-                lines.append(f"level {level}: KL of {of} is {less:.0f} % below that of {against}")
+                lines.append(f"level {level}: KL of {of} against that of {against}: {-less:+.0f} %")
     return "\n".join(lines)
 
 

@@ -88,7 +88,7 @@ def test_falls_are_of_the_same_run_and_reductions_of_means(tmp_path: Path) -> No
     ]  # fmt: skip
     assert reduction(drifts, "note", "full", 0) == pytest.approx(75)
     assert reduction(drifts, "note", "base", 0) is None
-    assert "KL of note is 75 % below that of full" in tables(rows, drifts)
+    assert "KL of note against that of full: -75 %" in tables(rows, drifts)
     draw(tmp_path / "p.png", rows, drifts, "note")
     assert (tmp_path / "p.png").stat().st_size > 0
 
