@@ -104,7 +104,7 @@ def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
     for folder, told in known.items():
         if any(True for _ in book.missing(folder, cfg)):
             measure(folder, told, cfg, book)
-    rows, drifts = book.of([*known])
+    rows, drifts = book.of([*known], cfg.levels)
     print(tables(rows, drifts), file=sys.stderr)
     if plot is not None:
         draw(plot, rows, drifts, cfg.managed)
@@ -158,9 +158,9 @@ class Book:
                 if (run, scaffold, level) not in there:
                     yield scaffold, level
 
-    def of(self, runs: Sequence[str]) -> tuple[list[Row], list[Row]]:
-        """Cells of play and of drift of these runs."""
-        own = [cell for cell in self._cells if cell["run"] in runs]
+    def of(self, runs: Sequence[str], levels: Sequence[int]) -> tuple[list[Row], list[Row]]:
+        """Cells of play and of drift of these runs and levels."""
+        own = [c for c in self._cells if c["run"] in runs and c["level"] in levels]
         return [c for c in own if "scaffold" in c], [c for c in own if "scaffold" not in c]
 
 

@@ -116,7 +116,8 @@ def test_a_book_goes_on_and_refuses_other_settings(tmp_path: Path) -> None:
     assert list(again.missing("a", cfg)) == [
         ("full", 0), ("note", 0), ("note", 1), (None, 1)
     ]  # fmt: skip
-    assert [len(cells) for cells in again.of(["a"])] == [1, 1]
+    assert [len(cells) for cells in again.of(["a"], [0, 1])] == [1, 1]
+    assert again.of(["a"], [1])[1] == []
     with pytest.raises(UserError, match="episodes"):
         contexts.Book(tmp_path, config(episodes=5).played)
 
