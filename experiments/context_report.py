@@ -130,7 +130,7 @@ def draw(path: Path, rows: Sequence[Row], drifts: Sequence[Row], managed: str) -
             for kind in kinds
         ]
         points(kl, list(range(len(kinds))), found, f"level {level}", "o")
-    kl.set_xticks(range(len(kinds)), kinds)
+    kl.set_xticks(range(len(kinds)), kinds, rotation=30)
     kl.set(title=f"KL({managed} || {WHOLE}), nats a token")
     kl.set_ylim(bottom=0)
     for axes in (whole, short, bars, kl):
