@@ -233,8 +233,9 @@ def test_success_that_falls_with_the_time_of_successes_sets_the_alarm_off() -> N
     assert not speed_alarm([*rows(0.9, 1.0), *rows(0.7, 1.0)])
     assert not speed_alarm(rows(0.7, 1.0))
     # A policy that is gone after ten updates is not told of after forty.
-    gone = zip((0.52, 0.53, 0.47, 0.52, 0.27, 0.23, 0.16, 0.09, 0.0, 0.02),
-               (0.34, 0.35, 0.30, 0.28, 0.18, 0.12, 0.12, 0.10, 0.04, 0.04), strict=True)  # fmt: skip
+    solved = (0.52, 0.53, 0.47, 0.52, 0.27, 0.23, 0.16, 0.09, 0.0, 0.02)
+    seconds = (0.34, 0.35, 0.30, 0.28, 0.18, 0.12, 0.12, 0.10, 0.04, 0.04)
+    gone = zip(solved, seconds, strict=True)
     none: dict[str, Any] = {"speed_completion_seconds": None}
     assert speed_alarm([{"solved": s, "speed_all_seconds": x} | none for s, x in gone])
     # Failures that take no time, while those that succeed take as long as ever.
