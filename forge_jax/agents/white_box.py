@@ -174,22 +174,20 @@ async def ask(
 
 
 async def sent(client: AsyncOpenAI, body: Mapping[str, Any]) -> ChatCompletion:
-    """The answer to a call, over as many connections as are lost."""
-    lost: APIConnectionError | None = None
-    for retries in range(TRIES):
-        if lost is not None:
-            await asyncio.sleep(FIRST_WAIT * 2**retries)
+    """The answer to a call, over at most `TRIES` connections. Raises openai.APIError: that of the
+    last one where all were refused or lost, any other at once."""
+    retries = 0
+    while True:
         options = RequestOptions(headers={"x-stainless-retry-count": str(retries)})
         try:
             return await client.post(
                 "/chat/completions", body=body, cast_to=ChatCompletion, options=options
             )
-        except APITimeoutError:
-            raise
         except APIConnectionError as error:
-            lost = error
-    assert lost is not None
-    raise lost
+            if isinstance(error, APITimeoutError) or retries + 1 == TRIES:
+                raise
+        retries += 1
+        await asyncio.sleep(FIRST_WAIT * 2**retries)
 
 
 async def use_tools(

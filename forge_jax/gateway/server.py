@@ -64,6 +64,20 @@ class _Serving:
             listener.close()
             raise self._fault()
 
+    async def keep(self, restarted: Callable[[], None]) -> Exception:
+        """Serves again after each fault and tells `restarted`; returns the one that is the last."""
+        faults = Faults()
+        while True:
+            began = time.monotonic()
+            fault = await self.lost()
+            wait = faults.wait(time.monotonic() - began)
+            if wait is None:
+                return fault
+            restarted()
+            logger.warning("the gateway's server failed, %s: %r", faults, fault)
+            await asyncio.sleep(wait)
+            await self.again()
+
     async def again(self) -> None:
         """Serves at the port as before, or not; `lost` says why then."""
         try:
@@ -131,18 +145,7 @@ async def serving(
     before, given_up = owner.cancelling(), asyncio.Future[Exception]()
 
     async def keep() -> None:
-        faults = Faults()
-        while True:
-            began = time.monotonic()
-            fault = await served.lost()
-            wait = faults.wait(time.monotonic() - began)
-            if wait is None:
-                break
-            restarted()
-            logger.warning("the gateway's server failed, %s: %r", faults, fault)
-            await asyncio.sleep(wait)
-            await served.again()
-        given_up.set_result(fault)
+        given_up.set_result(await served.keep(restarted))
         owner.cancel()
 
     await served.start(port)

@@ -117,14 +117,7 @@ async def play(run: Run, start: Start) -> dict[str, Any] | None:
                 stop=stop,
                 measured=lambda step: measured(run, up, step),
                 faults=lambda: added(
-                    before,
-                    {
-                        "loop_blocked": watchdog.blocked,
-                        "engine_restarts": up.health.failures,
-                        "gateway_restarts": up.gateway.restarts,
-                        "world_threads_left": up.threads.left,
-                        **collector.counts,
-                    },
+                    before, faults_of(up) | {"loop_blocked": watchdog.blocked} | collector.counts
                 ),
             )
             if stop.is_set():
@@ -139,6 +132,15 @@ async def play(run: Run, start: Start) -> dict[str, Any] | None:
         run.cfg, rows, totals, domains, collector.lanes
     )
     return found | {"seconds": keeper.seconds(), "run_dir": str(run.folder)}
+
+
+def faults_of(up: Serving) -> dict[str, int]:
+    """Faults of what serves, and of the worlds that compute beside it, since it began."""
+    return {
+        "engine_restarts": up.health.failures,
+        "gateway_restarts": up.gateway.restarts,
+        "world_threads_left": up.threads.left,
+    }
 
 
 def added(before: Mapping[str, Any], counts: Mapping[str, int]) -> dict[str, int]:

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class Serving:
     url: str
     client: AsyncOpenAI
     health: Health
-    threads: Threads  # that worlds compute in
+    threads: Threads = field(default_factory=Threads)  # that worlds compute in
 
 
 @asynccontextmanager
@@ -79,10 +79,7 @@ async def serving(
         served = engine.serve() if elsewhere is not None else supervised(engine.serve, health)
         running = group.create_task(served)
         async with gateway.running() as url, shared_client(url) as client:
-            yield Serving(
-                engine=engine, gateway=gateway, url=url, client=client, health=health,
-                threads=Threads(),
-            )  # fmt: skip
+            yield Serving(engine=engine, gateway=gateway, url=url, client=client, health=health)
         running.cancel()
 
 
