@@ -41,11 +41,11 @@ class FaultConfig:
         for script in self.scripts:
             said = f"scripts: {script!r} must be a script in capitals, as LATIN"
             check(script.isascii() and script.isupper(), said)
-            check(known(script), f"scripts: {script!r} begins the Unicode name of no letter")
+            check(has_letters(script), f"scripts: {script!r} begins the Unicode name of no letter")
 
 
-def known(script: str) -> bool:
-    """Whether there are letters of a script."""
+def has_letters(script: str) -> bool:
+    """Whether `script` begins the Unicode name of any letter."""
     characters = map(chr, range(sys.maxunicode + 1))
     names = (unicodedata.name(one, "") for one in characters if one.isalpha())
     return any(name.startswith(f"{script} ") for name in names)
@@ -56,7 +56,7 @@ class Weights:
     """Of the components of a reward."""
 
     process: float  # α, of what a call does wrong
-    speed: float  # β, of time against successful siblings
+    speed: float  # β, of time against siblings
     outcome: float  # of the task's own reward
     speed_on: str = "solved"  # episodes that are paid for speed, beside one another: solved | all
 
@@ -98,15 +98,18 @@ class RewardConfig:
         names = [one.family for one in self.families]
         twice = sorted({name for name in names if names.count(name) > 1})
         check(not twice, f"families: {', '.join(twice)} more than once")
-        for name, on in [
-            ("", self.speed_on),
-            *((one.family, one.speed_on) for one in self.families),
-        ]:
-            named = f" of {name}" if name else ""
-            unpaid = on == "all" and not self._paid(name)
-            check(not unpaid, f"speed_on={on!r}{named} goes with a speed weight above 0")
         for name in [*names, ""]:
             self.weights(name)  # which refuses what is no weight
+        self._check_speed_on()
+
+    def _check_speed_on(self) -> None:
+        names = ["", *(one.family for one in self.families)]
+        somewhere = any(self.weights(name).speed for name in names)
+        said = "goes with a speed weight above 0"
+        check(self.speed_on != "all" or somewhere, f"speed_on={self.speed_on!r} {said}")
+        for one in self.families:
+            paid = one.speed_on != "all" or self.weights(one.family).speed > 0
+            check(paid, f"speed_on={one.speed_on!r} of {one.family} {said}")
 
     def weights(self, family: str) -> Weights:
         """Those of the tasks of a family."""
@@ -119,11 +122,6 @@ class RewardConfig:
         """Scripts that the tasks of a family are to be answered in; empty: any."""
         own = self._own(family)
         return self.faults.scripts if own is None or own.scripts is None else own.scripts
-
-    def _paid(self, family: str) -> bool:
-        """Whether the speed of a family's tasks, of "" that of any, weighs anything."""
-        names = [family] if family else ["", *(one.family for one in self.families)]
-        return any(self.weights(name).speed for name in names)
 
     def measures(self, family: str) -> bool:
         """Whether the faults of a family's calls are told: where they weigh anything, and where

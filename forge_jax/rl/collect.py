@@ -22,6 +22,7 @@ from typing import Any
 from forge_jax.agents.curriculum import Source
 from forge_jax.config import FilterConfig, ProtectConfig, UserError
 from forge_jax.rl.broken import Broken
+from forge_jax.rl.broken import Group as Group
 from forge_jax.rl.durable import Durable
 from forge_jax.rl.evaluate import SOLVED
 from forge_jax.rl.resume import admitted_later, newest, without_lost
@@ -31,11 +32,10 @@ from forge_jax.sched.lanes import Lanes
 from forge_jax.sched.policies import Why
 from forge_jax.sched.pool import Pool
 from forge_jax.sched.watch import Evicted
-from forge_jax.types import Episode, Task
+from forge_jax.types import Task
 
 logger = logging.getLogger(__name__)
 
-Group = tuple[Episode, ...]
 EVERYTHING = FilterConfig()
 LEAST_WAIT = 0.05  # seconds between two looks at a head that is overdue
 
@@ -153,7 +153,7 @@ class Collector:
         return place * len(self.sources) + lane
 
     @property
-    def counts(self) -> Mapping[str, int]:
+    def counts(self) -> dict[str, int]:
         """Faults so far: calls of the pool that were made again, items that were broken."""
         return {"pool_retries": self._durable.retries, "items_broken": self._broken.count}
 

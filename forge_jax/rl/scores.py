@@ -62,12 +62,12 @@ def estimate(
 def parallel(tasks: Sequence[Sequence[Episode]]) -> dict[str, Any]:
     """Of replies with tool calls the share that have several, over episodes whose agents tell how
     many of both they had; nothing of none."""
+    if not tasks:
+        return {}
     several, calling = (
         np.array([sum(e.outcome.metrics[name] for e in own) for own in tasks], np.float64)
         for name in ("parallel_replies", "calling_replies")
     )
-    if not len(tasks):
-        return {}
     share = float(several.sum() / calling.sum())
     return {"calls_parallel": share, "calls_parallel_ci": bootstrap(several, calling)}
 
