@@ -103,16 +103,13 @@ LEVELS: Mapping[str, int] = MappingProxyType(
         "wiki_team": len(wiki.LEVELS),
     }
 )
-
-
 # Of these, the families whose script is another at every level: all but those whose levels differ
 # in how long a tool takes.
 SCRIPTED_BY_LEVEL = frozenset(LEVELS) - {"hop_slow"}
 
 
 def play_of(name: str, context: ContextConfig | None = None, level: int = 0) -> Play:
-    """Scripted play of the family called `name` at a level, where it can with its context managed
-    so.
+    """Scripted play of the family called `name` at a level, its context managed where it can be.
 
     Raises UserError as `family_of`, and where its script does not call what the model is to call.
     """

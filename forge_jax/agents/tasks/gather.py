@@ -88,7 +88,7 @@ class Gather:
         return dict(zip(self.keys, values, strict=True)).get(key, ABSENT)
 
     def answer(self, known: str) -> str:
-        """The answer of who has the values of so many keys, the first ones."""
+        """The answer of who has the values of the keys `known`, ABSENT for any other."""
         values = [self.look_up(key) if key in known else ABSENT for key in self.keys]
         return "!" + "".join(values)
 

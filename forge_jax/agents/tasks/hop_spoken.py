@@ -32,6 +32,7 @@ MAX_TOKENS = 16  # of one reply; a bad call with a word in other letters takes 1
 WORDS = ("so", "then", "thus")
 FOREIGN = ("так", "άρα", "所以")  # the same
 ABSENT_TOOLS = ("ask", "find")
+UNKNOWN, NO_KEY = "unknown", "no key"  # what a bad call is told
 
 
 def _tool(name: str, description: str) -> Tool:
@@ -77,10 +78,10 @@ class SpokenHop:
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Raises BadCall unless it is one of the tools with a text for a key."""
         if name not in ("get", "back"):
-            raise BadCall("unknown")
+            raise BadCall(UNKNOWN)
         key = arguments.get("key")
         if not isinstance(key, str):
-            raise BadCall("no key")
+            raise BadCall(NO_KEY)
         chain = self.chain if name == "get" else self.chain[::-1]
         return hop.Hop(chain).look_up(key)
 
@@ -134,9 +135,9 @@ def _move(
         return saying(f"!{known} {word}"), None
     if rng.random() < noise.bad:
         if rng.random() < 0.5:
-            return calling("get", {}), "no key"
+            return calling("get", {}), NO_KEY
         name = str(rng.choice(ABSENT_TOOLS))
-        return calling(name, {"key": known, "word": word}), "unknown"
+        return calling(name, {"key": known, "word": word}), UNKNOWN
     lost = luck < noise.early + noise.wrong
     key = ascii_lowercase[rng.integers(len(ascii_lowercase))] if lost else known
     return calling("get", {"key": key, "word": word}), hop.Hop(world.chain).look_up(key)
