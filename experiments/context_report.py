@@ -18,16 +18,17 @@ WHOLE = "full"  # the scaffold that leaves the context as it is
 
 
 def names(rows: Sequence[Row], key: str) -> list[Any]:
-    """Values of a key, in their order."""
+    """The values that a key has, each once, in the order of the rows."""
     return list(dict.fromkeys(row[key] for row in rows))
 
 
 def success(rows: Sequence[Row], trained: str, scaffold: str, level: int) -> Estimate | None:
-    """Over runs."""
+    """Share of solved episodes under a scaffold at a level, over runs trained in one way."""
     return estimate([r["success"] for r in matching(rows, trained, scaffold, level)])
 
 
 def matching(rows: Sequence[Row], trained: str, scaffold: str, level: int) -> list[Row]:
+    """The rows of these, one a run."""
     wanted = (trained, scaffold, level)
     return [r for r in rows if (r["trained"], r["scaffold"], r["level"]) == wanted]
 
@@ -105,6 +106,7 @@ def tables(rows: Sequence[Row], drifts: Sequence[Row]) -> str:
 
 
 def told(found: Estimate | None) -> str:
+    """A cell of a table: the mean and its interval."""
     return cell(None if found is None else plain(found))
 
 

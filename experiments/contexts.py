@@ -102,8 +102,7 @@ def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
     known = {str(run.folder): known_of(run, cfg.scaffolds) for run in runs}
     book = Book(Path(cfg.out), cfg.played)
     for folder, told in known.items():
-        if any(True for _ in book.missing(folder, cfg)):
-            measure(folder, told, cfg, book)
+        measure(folder, told, cfg, book)
     rows, drifts = book.of([*known], cfg.levels)
     print(tables(rows, drifts), file=sys.stderr)
     if plot is not None:
@@ -166,16 +165,18 @@ class Book:
 
 def measure(folder: str, told: Row, cfg: Config, book: Book) -> None:
     """Plays and measures what is missing of a run."""
-    model = resolve(folder)
     todo = list(book.missing(folder, cfg))
+    if not todo:
+        return
+    model = resolve(folder)
     for level in [level for scaffold, level in todo if scaffold is None]:
         book.add(told | {"level": level} | drifted(model, level, cfg))
     asyncio.run(play(model, [(s, level) for s, level in todo if s is not None], told, cfg, book))
 
 
 def drifted(model: LoadedModel, level: int, cfg: Config) -> Row:
-    """The divergence of a model's next tokens, a mean over tokens with its interval over replies'
-    tokens, and the share of tokens whose likeliest is another one."""
+    """Of a model's next tokens, over the tokens of all replies: the mean of their divergence in
+    nats, with its interval, and the share of those whose likeliest is another one."""
     context = cfg.scaffolds[cfg.managed].context
     assert context is not None
     found = pairs(held_out(FAMILY, cfg.episodes, cfg.seed, level), context, model.chat)
@@ -215,6 +216,7 @@ async def play(
 
 
 async def one(player: Player, number: int, task: Task) -> Episode:
+    """The only episode of a held-out task."""
     return await player.episode(number, 0, task)
 
 
