@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 from openai import APIConnectionError, APITimeoutError, AsyncOpenAI, RequestOptions
 from openai.types.chat import ChatCompletion
 from openai.types.chat.chat_completion import Choice
@@ -153,8 +154,8 @@ async def ask(
     """One call of the model, counted in `tally`.
 
     Temperature and seed are the server's: it knows the session. A call whose connection is refused
-    or lost is made again, since a server that is begun again is away for a moment, and says so: of
-    both at most one is a sample. Raises openai.APIError where the call fails.
+    or lost is made again, since a server that is begun again is away for a moment. The latter says
+    so: of both at most one is a sample. Raises openai.APIError where the call fails.
     """
     body: dict[str, Any] = {
         "model": model,
@@ -176,18 +177,20 @@ async def ask(
 async def sent(client: AsyncOpenAI, body: Mapping[str, Any]) -> ChatCompletion:
     """The answer to a call, over at most `TRIES` connections. Raises openai.APIError: that of the
     last one where all were refused or lost, any other at once."""
-    retries = 0
+    tries = had = 0  # attempts before this one; of these, what the server may have had
     while True:
-        options = RequestOptions(headers={"x-stainless-retry-count": str(retries)})
+        # Else a retry of what was refused would give up an earlier call that asked the same.
+        options = RequestOptions(headers={"x-stainless-retry-count": str(had)})
         try:
             return await client.post(
                 "/chat/completions", body=body, cast_to=ChatCompletion, options=options
             )
         except APIConnectionError as error:
-            if isinstance(error, APITimeoutError) or retries + 1 == TRIES:
+            if isinstance(error, APITimeoutError) or tries + 1 == TRIES:
                 raise
-        retries += 1
-        await asyncio.sleep(FIRST_WAIT * 2**retries)
+            had += not isinstance(error.__cause__, httpx.ConnectError)
+        tries += 1
+        await asyncio.sleep(FIRST_WAIT * 2**tries)
 
 
 async def use_tools(

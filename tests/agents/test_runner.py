@@ -9,6 +9,7 @@ import pytest
 from openai import AsyncOpenAI
 from stand_in_server import calls, completion, replies, says, stand_in
 
+from forge_jax.agents import white_box
 from forge_jax.agents.faults import BadCall, EnvironmentFault
 from forge_jax.agents.protocol import Message, Tool
 from forge_jax.agents.runner import run_episode
@@ -68,7 +69,9 @@ def test_what_an_agent_raises_says_whose_fault_it_is(error: BaseException, statu
     assert outcome.error
 
 
-def test_a_connection_that_fails_is_the_agents_failure() -> None:
+def test_a_connection_that_fails_is_the_agents_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(white_box, "FIRST_WAIT", 0.001)
+
     async def run() -> Outcome:
         async with AsyncOpenAI(base_url="http://127.0.0.1:9", api_key="k", max_retries=0) as client:
             loop = ToolLoop(start=lambda task: World(), max_turns=2, max_tokens=4)

@@ -5,9 +5,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import httpx
 import pytest
+from openai import AsyncOpenAI
 from stand_in_server import Refusal, calls, completion, replies, says, stand_in
 
+from forge_jax.agents import white_box
 from forge_jax.agents.families import agent_of
 from forge_jax.agents.protocol import Message, Tool
 from forge_jax.agents.runner import run_episode
@@ -215,3 +218,25 @@ def test_calls_of_one_reply_run_at_once_and_are_answered_in_order() -> None:
 def test_a_world_that_breaks_in_one_call_ends_the_others() -> None:
     outcome, _ = meet(0, 9)
     assert outcome.status is Status.ENVIRONMENT_FAILED
+
+
+def test_only_what_a_server_may_have_had_is_a_retry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(white_box, "FIRST_WAIT", 0.0)
+    faults = [httpx.ConnectError("refused"), httpx.ReadError("lost"), httpx.ConnectError("refused")]
+    told = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        told.append(request.headers["x-stainless-retry-count"])
+        if len(told) <= len(faults):
+            raise faults[len(told) - 1]
+        return httpx.Response(200, json=completion(says("!")))
+
+    async def run() -> None:
+        transport = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+        async with AsyncOpenAI(
+            base_url="http://any", api_key="any", max_retries=0, http_client=transport
+        ) as client:
+            await white_box.sent(client, {"model": "m", "messages": []})
+
+    asyncio.run(run())
+    assert told == ["0", "0", "1", "1"]
