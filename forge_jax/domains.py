@@ -15,9 +15,10 @@ from forge_jax.loading import UserError, check
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 # What other keys of metrics and summaries end in, where those of a domain end in its name.
 TAKEN = (
-    "after", "before", "bound", "ci", "collect", "constant", "dropped", "expired", "first",
-    "forgotten", "format", "last", "max", "mean", "outcome", "process", "requeued", "sampled",
-    "speed", "total", "trained", "unique", "update",
+    "after", "before", "bound", "broken", "ci", "collect", "constant", "dropped", "expired",
+    "fault_calls", "fault_certain", "fault_language", "fault_repetition", "fault_unfinished",
+    "faults", "first", "forgotten", "format", "last", "max", "mean", "outcome", "process",
+    "requeued", "sampled", "speed", "total", "trained", "unique", "update",
 )  # fmt: skip
 
 

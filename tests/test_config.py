@@ -91,6 +91,7 @@ def test_shares_of_domains_are_parts_of_the_whole() -> None:
         ({**MIXED, "domains": {"Q A": {}}}, "domains.Q A: a name has letters"),
         ({**MIXED, "domains": {"expired": {}}}, "domains.expired: a name has letters"),
         ({**MIXED, "domains": {"update": {}}}, "domains.update: a name has letters"),
+        ({**MIXED, "domains": {"broken": {}}}, "domains.broken: a name has letters"),
         ({"loss": {"kind": "tis", "kl": 0.1}}, "loss.kl=0.1 is of the trainer before the batch"),
         ({"reward": {"families": [{"family": "qa"}]}}, "reward.families: qa is none of the run's"),
         (
