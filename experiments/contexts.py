@@ -122,10 +122,11 @@ def known_of(run: Run, scaffolds: Mapping[str, Scaffold]) -> Row:
     told = {"run": str(run.folder), "seed": cfg.seed}
     if cfg.steps == 0:
         return told | {"own": None, "trained": BASE}
+    own = Scaffold(context=cfg.context, agent=cfg.agent)
     for name, scaffold in scaffolds.items():
-        if scaffold.agent is None and scaffold.context == cfg.context:
+        if scaffold == own:
             return told | {"own": name, "trained": f"{name}, {cfg.steps} updates"}
-    raise UserError(f"runs={run.folder}: its context={cfg.context} is none of {[*scaffolds]}")
+    raise UserError(f"runs={run.folder}: its {own} is none of {[*scaffolds]}")
 
 
 class Book:

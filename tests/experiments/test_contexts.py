@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 
 from experiments import context_drift, contexts
+from experiments.comparing import Run
 from experiments.context_report import by_lookups, draw, falls, reduction, tables
 from experiments.head_tail_agent import shown
 from experiments.models import preset
 from forge_jax.agents.tasks import trail
-from forge_jax.config import RolloutConfig, UserError
+from forge_jax.config import ContextConfig, ProgramConfig, RolloutConfig, TrainConfig, UserError
 from forge_jax.models.load import build
 from forge_jax.rl.evaluate import held_out
 from forge_jax.types import Episode, Outcome, Status
 
+PROGRAM = ProgramConfig(command=("p", "{prompt}"))
 TASKS = held_out("trail", 6, 0, 1)
 
 
@@ -136,3 +138,25 @@ def test_what_cannot_be_compared_is_refused(changed: dict[str, Any]) -> None:
 def test_the_program_keeps_the_first_round_and_the_newest(rounds: int) -> None:
     whole = [[n] for n in range(rounds)]
     assert shown(whole) == (whole if rounds < 5 else [[0], [rounds - 2], [rounds - 1]])
+
+
+@pytest.mark.parametrize(
+    ("trained", "own"),
+    [
+        ({}, "full"), ({"context": trail.NOTE}, "note"), ({"agent": PROGRAM}, "program"),
+        ({"steps": 0}, None), ({"context": ContextConfig()}, UserError),
+        ({"agent": ProgramConfig(command=("q", "{prompt}"))}, UserError),
+    ],
+)  # fmt: skip
+def test_a_run_is_of_the_scaffold_that_it_was_trained_under(
+    trained: dict[str, Any], own: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = TrainConfig(**{"model": "quick", "task": "trail", "steps": 3} | trained)
+    monkeypatch.setattr(contexts, "run_config", lambda folder: cfg)
+    scaffolds = {**config().scaffolds, "program": contexts.Scaffold(agent=PROGRAM)}
+    run = Run(folder=Path("a"), settings={}, rows=(), summary=None)
+    if own is UserError:
+        with pytest.raises(UserError, match="is none of"):
+            contexts.known_of(run, scaffolds)
+    else:
+        assert contexts.known_of(run, scaffolds)["own"] == own
