@@ -101,6 +101,8 @@ def main(mapping: dict[str, Any]) -> Mapping[str, Any]:
     runs = read_runs(cfg.runs, partial=False)
     known = {str(run.folder): known_of(run, cfg.scaffolds) for run in runs}
     book = Book(Path(cfg.out), cfg.played)
+    for told in known.values():
+        book.check(told)
     for folder, told in known.items():
         measure(folder, told, cfg, book)
     rows, drifts = book.of([*known], cfg.levels)
@@ -149,6 +151,12 @@ class Book:
         fresh = self._path.with_suffix(".new")
         fresh.write_text(json.dumps({"settings": self._settings, "cells": self._cells}, indent=1))
         fresh.replace(self._path)
+
+    def check(self, told: Row) -> None:
+        """Raises UserError where the cells of a run are of another that was in its folder."""
+        for cell in self._cells:
+            if cell["run"] == told["run"] and (was := {key: cell[key] for key in told}) != told:
+                raise UserError(f"{self._path} has cells of another run of that folder: {was}")
 
     def missing(self, run: str, cfg: Config) -> Iterator[tuple[str | None, int]]:
         """Scaffolds and levels that `run` has no cell of; None in place of a scaffold: a drift."""

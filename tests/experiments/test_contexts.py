@@ -120,6 +120,12 @@ def test_a_book_goes_on_and_refuses_other_settings(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert [len(cells) for cells in again.of(["a"], [0, 1])] == [1, 1]
     assert again.of(["a"], [1])[1] == []
+    told = {"run": "c", "seed": 0, "own": None, "trained": "base"}
+    book.add(told | {"level": 1, "kl": 0.1, "kl_ci": [0.0, 0.2]})
+    again = contexts.Book(tmp_path, cfg.played)
+    again.check(told | {"run": "b"})
+    with pytest.raises(UserError, match=r"another run of that folder: .*'base'"):
+        again.check(told | {"trained": "full, 3 updates", "own": "full"})
     with pytest.raises(UserError, match="episodes"):
         contexts.Book(tmp_path, config(episodes=5).played)
 
