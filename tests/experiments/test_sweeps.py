@@ -14,6 +14,7 @@ from forge_jax.rl.mixture import agents_of, lanes_of, sources_of
 
 SWEEPS = sorted((Path(CONFIGS) / "sweeps").glob("*.yaml"))
 EXPERIMENTS = sorted((Path(CONFIGS) / "experiment").glob("*.yaml"))
+OBJECTIVES = sorted((Path(CONFIGS) / "objective").glob("*.yaml"))
 TASKS = sorted((Path(CONFIGS) / "task").glob("*.yaml"))
 
 
@@ -49,6 +50,13 @@ def test_sweeps_run_the_command_and_optimise_what_it_reports(path: Path) -> None
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda p: p.stem)
 def test_experiments_compose(path: Path) -> None:
     assert composed(f"+experiment={path.stem}") != composed()
+
+
+def test_objectives_are_four_losses_with_one_credit() -> None:
+    found = {path.stem: composed(f"+objective={path.stem}") for path in OBJECTIVES}
+    assert len({cfg.loss for cfg in found.values()}) == len(found) == 4
+    assert {cfg.credit for cfg in found.values()} == {composed().credit}
+    assert composed("+experiment=losses", "sched.updates=16").sched.batch == 16  # a group each
 
 
 def test_both_orders_train_on_as_many_items_of_each_domain() -> None:
