@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 
 from forge_jax.agents.context import Context
-from forge_jax.agents.faults import BadCall
 from forge_jax.agents.protocol import Message, ScriptedCall, Tool
 from forge_jax.agents.scripting import saying
 from forge_jax.agents.split import content_of, draw_from, level_of
+from forge_jax.agents.tasks import hop, hop_slow
 from forge_jax.agents.white_box import ToolLoop, tool_message
 from forge_jax.types import Task
 
@@ -38,18 +38,7 @@ MAX_TOKENS = 12  # of one reply; four calls and its end take as many
 MEAN, SIGMA, LONGEST = 0.25, 0.5, 1.0  # seconds of a lookup, log-normal and cut off
 SLOWNESS = 0x6A7  # in the seed of how long a task's lookups take
 ABSENT = "-"
-LOOKUP: Tool = {
-    "type": "function",
-    "function": {
-        "name": "lookup",
-        "description": "Looks up a key: its digit, - where there is none.",
-        "parameters": {
-            "type": "object",
-            "properties": {"key": {"type": "string"}},
-            "required": ["key"],
-        },
-    },
-}
+LOOKUP = hop.lookup_tool("Looks up a key: its digit, - where there is none.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +83,9 @@ class Gather:
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Raises BadCall, at once, unless it is a lookup of a text."""
-        if name != "lookup" or not isinstance(arguments.get("key"), str):
-            raise BadCall(f"no tool {name} with {sorted(arguments)}; use lookup with a text key")
+        key = hop.key_of(name, arguments)
         await asyncio.sleep(self.seconds)
-        return self.look_up(arguments["key"])
+        return self.look_up(key)
 
     async def score(self, answer: str) -> float:
         return float(answer == self.answer(self.keys))
@@ -111,10 +99,7 @@ def draw(rng: np.random.Generator, level: int = 0) -> str:
 
 def seconds_of(task: Task) -> float:
     """How long a lookup of a task takes."""
-    if task.split == "eval":
-        return 0.0
-    drawn = np.random.default_rng([SLOWNESS, task.seed]).lognormal(-(SIGMA**2) / 2, SIGMA)
-    return min(MEAN * float(drawn), LONGEST)
+    return hop_slow.drawn_seconds(task, SLOWNESS, MEAN, SIGMA, LONGEST)
 
 
 def world_of(task: Task) -> Gather:

@@ -30,18 +30,24 @@ from forge_jax.types import Task
 MAX_TURNS = 6
 MAX_TOKENS = 4  # of one reply; "?i" and its end take three
 ABSENT = "-"
-LOOKUP: Tool = {
-    "type": "function",
-    "function": {
-        "name": "lookup",
-        "description": "Looks up a key: the next key, a digit at the end, - where there is none.",
-        "parameters": {
-            "type": "object",
-            "properties": {"key": {"type": "string"}},
-            "required": ["key"],
-        },
-    },
-}
+
+
+def lookup_tool(description: str) -> Tool:
+    """A tool that takes a key."""
+    schema = {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]}
+    function = {"name": "lookup", "description": description, "parameters": schema}
+    return {"type": "function", "function": function}
+
+
+def key_of(name: str, arguments: Mapping[str, Any]) -> str:
+    """The key of a call. Raises BadCall unless it is a lookup of a text."""
+    key = arguments.get("key")
+    if name != "lookup" or not isinstance(key, str):
+        raise BadCall(f"no tool {name} with {sorted(arguments)}; use lookup with a text key")
+    return key
+
+
+LOOKUP = lookup_tool("Looks up a key: the next key, a digit at the end, - where there is none.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +106,7 @@ class Hop:
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Raises BadCall unless it is a lookup of a text."""
-        if name != "lookup" or not isinstance(arguments.get("key"), str):
-            raise BadCall(f"no tool {name} with {sorted(arguments)}; use lookup with a text key")
-        return self.look_up(arguments["key"])
+        return self.look_up(key_of(name, arguments))
 
     async def score(self, answer: str) -> float:
         return float(answer == self.answer(self.chain[-1]))

@@ -76,9 +76,14 @@ def draw(rng: np.random.Generator) -> str:
 def seconds_of(task: Task) -> float:
     """How long a lookup of a task takes."""
     mean, longest = LEVELS[level_of(task, len(LEVELS))]
+    return drawn_seconds(task, SLOWNESS, mean, SIGMA, longest)
+
+
+def drawn_seconds(task: Task, salt: int, mean: float, sigma: float, longest: float) -> float:
+    """How long a wait of a task takes: log-normal by its seed and cut off; held out, 0."""
     if task.split == "eval":
         return 0.0
-    drawn = np.random.default_rng([SLOWNESS, task.seed]).lognormal(-(SIGMA**2) / 2, SIGMA)
+    drawn = np.random.default_rng([salt, task.seed]).lognormal(-(sigma**2) / 2, sigma)
     return min(mean * float(drawn), longest)
 
 
