@@ -43,7 +43,7 @@ class Start:
     step: int  # updates done
     state: TrainState
     base: Any  # what adapters are trained beside; None where the model is trained
-    reference: Any  # parameters to compute with, that the loss holds the policy near; None: of none
+    reference: Any  # parameters that the loss holds the policy near; None: it does not
     totals: Totals
     cursors: dict[str, Any] | None  # of the collector; None at a fresh start
 

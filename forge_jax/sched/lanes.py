@@ -115,8 +115,9 @@ class Lanes:
         return None
 
     def evict(self, lane: int, now: float | None) -> list[Evicted]:
-        """Gives up what the policy of a lane drops and, at a time, what its deadline does: the
-        head is waited for from then on if the batch at hand lacks items of the lane."""
+        """Gives up what the policy of a lane drops and, `now` being a time in seconds, what its
+        deadline does: from then on its head is waited for, if the batch at hand lacks items of the
+        lane. None: the policy alone."""
         queue = self.queues[lane]
         if now is not None and not self.left[lane]:
             queue.rest(now)
