@@ -64,5 +64,7 @@ def test_words_behind_the_digit_are_worth_nothing(words: str) -> None:
 
 
 def test_a_chain_is_that_of_its_task() -> None:
-    task = Task(family="hop_spoken", seed=3)
-    assert hop_spoken.world_of(task) == hop_spoken.world_of(task)
+    tasks = [Task(family="hop_spoken", seed=seed) for seed in range(5)]
+    first, again = ([hop_spoken.world_of(task).chain for task in tasks] for _ in range(2))
+    assert first == again
+    assert len(set(first)) == len(tasks)
