@@ -38,10 +38,15 @@ class FaultConfig:
         check(self.ngram >= 1, f"ngram={self.ngram} must be at least 1")
         check(self.certain_tokens >= 1, f"certain_tokens={self.certain_tokens} must be at least 1")
         check(0 < self.certain_p < 1, f"certain_p={self.certain_p} must be between 0 and 1")
-        for script in self.scripts:
-            said = f"scripts: {script!r} must be a script in capitals, as LATIN"
-            check(script.isascii() and script.isupper(), said)
-            check(has_letters(script), f"scripts: {script!r} begins the Unicode name of no letter")
+        check_scripts(self.scripts)
+
+
+def check_scripts(scripts: tuple[str, ...]) -> None:
+    """Raises ValueError for a name that no script has."""
+    for script in scripts:
+        said = f"scripts: {script!r} must be a script in capitals, as LATIN"
+        check(script.isascii() and script.isupper(), said)
+        check(has_letters(script), f"scripts: {script!r} begins the Unicode name of no letter")
 
 
 def has_letters(script: str) -> bool:
@@ -81,6 +86,12 @@ class FamilyReward:
     speed_on: str | None = None
     scripts: tuple[str, ...] | None = None
 
+    def __post_init__(self) -> None:
+        own = [f.name for f in dataclasses.fields(self) if f.name != "family"]
+        says = any(getattr(self, name) is not None for name in own)
+        check(says, f"family={self.family!r} has nothing of its own: {', '.join(own)}")
+        check_scripts(self.scripts or ())
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
@@ -99,7 +110,9 @@ class RewardConfig:
         twice = sorted({name for name in names if names.count(name) > 1})
         check(not twice, f"families: {', '.join(twice)} more than once")
         for name in [*names, ""]:
-            self.weights(name)  # which refuses what is no weight
+            process = self.weights(name).process  # where what is no weight is refused
+            named = f" of {name}" if name else ""
+            check(not process or self._costs(name), f"process={process}{named}: all faults cost 0")
         self._check_speed_on()
 
     def _check_speed_on(self) -> None:
@@ -122,6 +135,14 @@ class RewardConfig:
         """Scripts that the tasks of a family are to be answered in; empty: any."""
         own = self._own(family)
         return self.faults.scripts if own is None or own.scripts is None else own.scripts
+
+    def _costs(self, family: str) -> bool:
+        """Whether any fault that is measured of the tasks of a family, of "" of any, costs."""
+        names = [family] if family else ["", *(one.family for one in self.families)]
+        told = any(self.scripts(name) for name in names)
+        of = self.faults
+        others = of.calls or of.unfinished or of.repetition or of.certain
+        return bool(others or (told and of.language))
 
     def measures(self, family: str) -> bool:
         """Whether the faults of a family's calls are told: where they weigh anything, and where

@@ -93,7 +93,10 @@ def test_shares_of_domains_are_parts_of_the_whole() -> None:
         ({**MIXED, "domains": {"update": {}}}, "domains.update: a name has letters"),
         ({**MIXED, "domains": {"broken": {}}}, "domains.broken: a name has letters"),
         ({"loss": {"kind": "tis", "kl": 0.1}}, "loss.kl=0.1 is of the trainer before the batch"),
-        ({"reward": {"families": [{"family": "qa"}]}}, "reward.families: qa is none of the run's"),
+        (
+            {"reward": {"families": [{"family": "qa", "process": 0.1}]}},
+            "reward.families: qa is none of the run's",
+        ),
         (
             {"agent": {"command": ["program", "{prompt}"]}, "sched": {"tool_seconds": 1}},
             "sched.tool_seconds=1.0 is of tools of a white-box agent",

@@ -242,6 +242,10 @@ def test_success_that_falls_with_the_time_of_successes_sets_the_alarm_off() -> N
     assert speed_alarm([*rows(0.9, 2.0, 2.0), *rows(0.7, 2.0, 1.0)])
 
 
+# No fault costs anything but one that needs `scripts`.
+FREE = dict.fromkeys(("calls", "unfinished", "repetition", "certain"), 0.0)
+
+
 @pytest.mark.parametrize(
     ("cls", "mapping", "said"),
     [
@@ -261,7 +265,15 @@ def test_success_that_falls_with_the_time_of_successes_sets_the_alarm_off() -> N
         (RewardConfig, {"process": -1.0}, "process=-1.0"),
         (RewardConfig, {"process": 1.0, "faults": {"scripts": ["latin"]}}, "latin"),
         (RewardConfig, {"process": 1.0, "faults": {"scripts": ["LATI"]}}, "'LATI' begins the Uni"),
-        (RewardConfig, {"families": [{"family": "hop"}, {"family": "hop"}]}, "hop more than once"),
+        (RewardConfig, {"families": 2 * [{"family": "hop", "speed": 1.0}]}, "hop more than once"),
+        (RewardConfig, {"families": [{"family": "hop"}]}, "'hop' has nothing of its own"),
+        (RewardConfig, {"families": [{"family": "hop", "scripts": ["LATI"]}]}, "'LATI' begins"),
+        (RewardConfig, {"process": 1.0, "faults": FREE}, "process=1.0: all faults cost 0"),
+        (
+            RewardConfig,
+            {"faults": FREE, "families": [{"family": "hop", "process": 2.0}]},
+            "process=2.0 of hop: all faults cost 0",
+        ),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(cls: type, mapping: Any, said: str) -> None:
