@@ -1,5 +1,6 @@
 """Configuration of the policy loss: which one, what its ratios are of, and how it is averaged."""
 
+import math
 from dataclasses import dataclass
 
 from forge_jax.loading import check
@@ -41,7 +42,8 @@ class LossConfig:
         self._check_anchor()
         self._check_eps()
         for name in ("entropy", "kl"):
-            check(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must be >= 0")
+            weight = getattr(self, name)
+            check(0 <= weight < math.inf, f"{name}={weight} must be a number >= 0")
         check(
             self.per == "constant" or self.constant is None,
             f"constant={self.constant} goes with per=constant, not with per={self.per}",
@@ -50,7 +52,8 @@ class LossConfig:
             self.per != "constant" or self.constant is not None,
             f"per={self.per} needs constant, the trained tokens that an episode is taken to have",
         )
-        check(self.constant is None or self.constant > 0, f"constant={self.constant} must be > 0")
+        fine = self.constant is None or 0 < self.constant < math.inf
+        check(fine, f"constant={self.constant} must be a number > 0")
 
     def _check_reference(self) -> None:
         if self.reference is None:

@@ -198,8 +198,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reference": "start"}, "kl=0.0"),
     ({"kind": "reinforce", "anchor": "trainer", "kl": 0.1, "reference": "start"}, "not from the a"),
     ({"entropy": -1.0}, "entropy=-1.0"),
+    ({"kl": float("inf")}, "kl=inf"),
     ({"per": "turn"}, "per='turn'"),
-    ({"per": "constant"}, "constant=None"),
+    ({"per": "constant"}, "per=constant needs constant"),
     ({"constant": 3.0}, "constant=3.0"),
     ({"per": "constant", "constant": 0.0}, "constant=0.0"),
 ]
