@@ -82,8 +82,8 @@ def read_runs(places: Sequence[str], partial: bool) -> list[Run]:
     unended = [str(run.folder) for run in runs if run.summary is None]
     if unended and not partial:
         raise UserError(
-            f"not ended: {', '.join(unended)}; the same call goes on with them, "
-            "partial=true compares what there is"
+            f"not ended: {', '.join(unended)}; the same call of experiments.train "
+            "goes on with them; experiments.compare with partial=true shows what there is"
         )
     return [run for run in runs if run.rows or run.summary is not None]
 

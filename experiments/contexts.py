@@ -79,8 +79,10 @@ class Config:
             f"managed={self.managed!r} must be one of scaffolds that has a context",
         )
         last = len(trail.LEVELS) - 1
-        fine = bool(self.levels) and all(0 <= level <= last for level in self.levels)
-        check(fine, f"levels={list(self.levels)} must be from 0 to {last}, at least one")
+        once = 0 < len(self.levels) == len(set(self.levels))
+        fine = once and all(0 <= level <= last for level in self.levels)
+        check(fine, f"levels={list(self.levels)} must be from 0 to {last}, at least one, each once")
+        check(bool(self.runs), "runs=[] must name at least one folder")
         check(self.episode_seconds > 0, f"episode_seconds={self.episode_seconds} must be > 0")
 
     @property

@@ -132,7 +132,15 @@ def test_a_book_goes_on_and_refuses_other_settings(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    [{"managed": "full"}, {"managed": "x"}, {"levels": ()}, {"levels": (2,)}, {"episodes": 0}],
+    [
+        {"managed": "full"},
+        {"managed": "x"},
+        {"levels": ()},
+        {"levels": (2,)},
+        {"levels": (0, 0)},
+        {"runs": ()},
+        {"episodes": 0},
+    ],
 )
 def test_what_cannot_be_compared_is_refused(changed: dict[str, Any]) -> None:
     [name] = changed
