@@ -140,6 +140,10 @@ class Book:
         self._path = folder / "rows.json"
         self._settings = json.loads(json.dumps(settings))
         self._cells: list[Row] = []
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"out={folder}: {error.strerror}") from error
         if self._path.is_file():
             told = json.loads(self._path.read_text())
             differing = [k for k, v in self._settings.items() if told["settings"].get(k) != v]
@@ -149,7 +153,6 @@ class Book:
 
     def add(self, cell: Row) -> None:
         self._cells.append(cell)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         fresh = self._path.with_suffix(".new")
         fresh.write_text(json.dumps({"settings": self._settings, "cells": self._cells}, indent=1))
         fresh.replace(self._path)

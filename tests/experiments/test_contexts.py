@@ -128,6 +128,8 @@ def test_a_book_goes_on_and_refuses_other_settings(tmp_path: Path) -> None:
         again.check(told | {"trained": "full, 3 updates", "own": "full"})
     with pytest.raises(UserError, match="episodes"):
         contexts.Book(tmp_path, config(episodes=5).played)
+    with pytest.raises(UserError, match="out="):
+        contexts.Book(tmp_path / "rows.json", cfg.played)  # before anything is played
 
 
 @pytest.mark.parametrize(
