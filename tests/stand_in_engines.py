@@ -250,7 +250,7 @@ async def standing(
 ) -> AsyncIterator[tuple[StandIn, str]]:
     """A stand-in before `engine`, which somebody else serves, and its URL."""
     stand_in = StandIn(engine, context, device)
-    async with http_server(stand_in.app(), "127.0.0.1", 0, 0.1) as url:
+    async with http_server(stand_in.app(), "127.0.0.1", 0, 0.1, lambda: None) as url:
         yield stand_in, url
 
 

@@ -172,14 +172,3 @@ def test_a_group_lost_by_the_pool_is_played_again(tmp_path: Path) -> None:
     assert lost in players.played
     assert lost in found
     assert Pool.open(str(tmp_path)).corrupt() == (lost,)
-
-
-def test_a_player_that_raises_ends_the_loop_with_its_error(tmp_path: Path) -> None:
-    async def broken(number: int, task: Task) -> Group:
-        raise RuntimeError(f"item {number} broke")
-
-    one = collector(tmp_path, Players(0))
-    one._play = broken
-    with pytest.raises(ExceptionGroup, match="unhandled errors") as caught:
-        asyncio.run(taken(one, 1))
-    assert "item 0 broke" in repr(caught.value.exceptions)

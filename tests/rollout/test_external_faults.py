@@ -44,7 +44,7 @@ def asked(answer: Response | None) -> Refused:
 
     async def run() -> Refused:
         async with AsyncExitStack() as stack, AsyncExitStack() as up:
-            url = await up.enter_async_context(http_server(app, "127.0.0.1", 0, 0.1))
+            url = await up.enter_async_context(http_server(app, "127.0.0.1", 0, 0.1, lambda: None))
             engine = ExternalEngine(
                 "vllm", url, ExternalConfig(), context=None, stop_ids=(),
                 tokenizer=ByteTokenizer(), folder=None,
