@@ -10,7 +10,6 @@ import numpy as np
 
 from forge_jax.agents.black_box import black_box
 from forge_jax.agents.manager import Manager
-from forge_jax.agents.mcp import McpAgent, mcp_agent
 from forge_jax.agents.protocol import Agent, ScriptedCall, Workspace
 from forge_jax.agents.tasks import (
     calc,
@@ -175,16 +174,19 @@ def agent_of(
     Raises UserError as `family_of`, where the others cannot work at its tasks, where this one
     cannot run here, or where its context is its own.
     """
-    agent = _agent_of(name, program, tools)
-    if context is None:
+    manager = Manager() if context is None else Manager(cfg=context)
+    agent = _agent_of(name, program, tools, manager)
+    if context is None or tools is not None:
         return agent
-    if not isinstance(agent, ToolLoop | McpAgent | Team):
+    if not isinstance(agent, ToolLoop | Team):
         whose = "a program" if program is not None else f"the agent of task={name!r}"
         raise UserError(f"context.policy={context.policy}: {whose} manages its context itself")
-    return dataclasses.replace(agent, manager=Manager(cfg=context))
+    return dataclasses.replace(agent, manager=manager)
 
 
-def _agent_of(name: str, program: ProgramConfig | None, tools: ToolsConfig | None) -> Agent:
+def _agent_of(
+    name: str, program: ProgramConfig | None, tools: ToolsConfig | None, manager: Manager
+) -> Agent:
     family = family_of(name)
     if program is None and tools is None:
         return family.agent()
@@ -194,6 +196,9 @@ def _agent_of(name: str, program: ProgramConfig | None, tools: ToolsConfig | Non
         known = ", ".join(WORKSPACES)
         raise UserError(f"task={name!r} has no workspace; agent and tools go with: {known}")
     if tools is not None:
-        return mcp_agent(tools, WORKSPACES[name])
+        # Importing mcp takes a second, and few runs have tools of its servers.
+        from forge_jax.agents.mcp import mcp_agent
+
+        return mcp_agent(tools, WORKSPACES[name], manager)
     assert program is not None
     return black_box(program, WORKSPACES[name])

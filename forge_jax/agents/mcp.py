@@ -42,6 +42,7 @@ from forge_jax.types import Outcome, Task
 NAME = re.compile(r"[^A-Za-z0-9_-]")  # what the name of a function must not have
 LONGEST = 64  # characters of such a name
 LAST_BYTES = 2000  # of what a server printed that are told with its fault
+WHOLE = Manager()  # of contexts that nothing is taken from
 TOLD = (INVALID_PARAMS, METHOD_NOT_FOUND)  # errors that are about the call
 
 
@@ -145,16 +146,18 @@ class McpAgent:
         workspace.setup(workdir)
 
 
-def mcp_agent(cfg: ToolsConfig, start: Callable[[Task], Workspace]) -> McpAgent:
-    """The agent that `cfg` describes. Raises UserError where a program or the template is
-    missing on this machine."""
+def mcp_agent(
+    cfg: ToolsConfig, start: Callable[[Task], Workspace], manager: Manager = WHOLE
+) -> McpAgent:
+    """The agent that `cfg` describes, with a `manager` of its context. Raises UserError where a
+    program or the template is missing on this machine."""
     for number, server in enumerate(cfg.servers):
         if server.command is not None and shutil.which(server.command[0]) is None:
             where = f"tools.servers[{number}].command[0]={server.command[0]!r}"
             raise UserError(f"{where} is not a program in PATH")
     if cfg.template is not None and not Path(cfg.template).is_dir():
         raise UserError(f"tools.template={cfg.template!r} is no folder")
-    return McpAgent(cfg=cfg, start=start)
+    return McpAgent(cfg=cfg, start=start, manager=manager)
 
 
 @asynccontextmanager
