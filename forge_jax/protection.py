@@ -24,7 +24,7 @@ class ProtectConfig:
     most_kl: float | None = None  # of the sampler from the policy, nats a token
     norm_spike: float | None = None  # times the median of the gradient's norm in steps before
     cosine: float | None = None  # of one step's gradient and the next's: warns above it
-    most_skipped: int = 10  # steps in a row, at which the run ends
+    most_skipped: int = 10  # batches in a row of which nothing was taken, at which the run ends
     most_broken: int = 10  # items in a row that errors of our own broke, at which the run ends
 
     def __post_init__(self) -> None:

@@ -29,20 +29,23 @@ FEWEST_NORMS = 8  # before there are so many, none is a spike
 
 
 class Guard:
-    """Judges steps by `ProtectConfig`, and counts those in a row that were skipped."""
+    """Judges steps by `ProtectConfig`, and counts batches in a row of which none was taken."""
 
     def __init__(self, cfg: ProtectConfig, rows: Sequence[Mapping[str, Any]] = ()):
         """`rows` are the metrics of the updates before, oldest first."""
         self._cfg = cfg
         self._norms: deque[float] = deque(maxlen=NORMS)
-        self._in_a_row = 0
-        self._last: str | None = None  # why the newest of them was
+        self._in_a_row = 0  # batches of which every update was skipped
+        self._taken = False  # an update of this batch
+        self._skipped: str | None = None  # why an update of this batch was, if one was
+        self._last: str | None = None  # ... the newest of those batches
         self._gradient: Any = None  # of the step before, with `cosine`
         self._cosine: float | None = None
         for row in rows:
             whole = (row["stepped"], row.get("skipped"), row.get("grad_norm"))
             for stepped, skipped, norm in row.get("judged", [whole]):
                 self._count(stepped, skipped, norm)
+            self._end_batch()
 
     def judge(self, samples: Sequence[Sample]) -> Judge:
         """Why a step of `samples` is not to be taken, None if it is, as `step.update` asks."""
@@ -88,18 +91,27 @@ class Guard:
 
     def _count(self, stepped: bool, skipped: str | None, norm: float | None) -> None:
         if stepped:
-            self._in_a_row = 0
+            self._taken = True
             if norm is not None:
                 self._norms.append(norm)
         elif skipped is not None:
-            self._in_a_row += 1
-            self._last = skipped
+            self._skipped = skipped
+
+    def _end_batch(self) -> None:
+        # Once a batch has moved the policy beyond a limit the rest of it is skipped, too, and the
+        # next one is sampled anew: so updates in a row say nothing.
+        if self._taken:
+            self._in_a_row = 0
+        elif self._skipped is not None:
+            self._in_a_row, self._last = self._in_a_row + 1, self._skipped
+        self._taken, self._skipped = False, None
 
     def check(self) -> None:
-        """Raises UserError where too many steps in a row were skipped."""
+        """Ends a batch. Raises UserError where none of the last ones taught anything."""
+        self._end_batch()
         if self._in_a_row >= self._cfg.most_skipped:
             raise UserError(
-                f"protect.most_skipped={self._cfg.most_skipped} updates in a row were skipped, "
+                f"protect.most_skipped={self._cfg.most_skipped} batches in a row were skipped, "
                 f"the last because of {self._last}: nothing is learnt any more; see `skipped` in "
                 "metrics.jsonl"
             )

@@ -132,12 +132,22 @@ def test_each_update_of_a_batch_counts_also_after_a_resume() -> None:
         done = [DONE, dataclasses.replace(DONE, grad_norm=3.0)]
         for one in done:
             guard.row(one)
+        guard.check()
         rows.append({"stepped": True, "skipped": None, "grad_norm": 2.0} | judged(done))
     for one in (guard, Guard(cfg, json.loads(json.dumps(rows)))):  # the median is 2, of all
         assert [one.judge(SAMPLES)(found, norm) for norm in (5.9, 6.1)] == [None, Skip.GRAD_NORM]
-    rows.append({"stepped": True, "skipped": Skip.KL} | judged([DONE, skipped, skipped]))
-    with pytest.raises(UserError, match="most_skipped=2"):
-        Guard(cfg, rows).check()
+    partly = {"stepped": True, "skipped": Skip.KL} | judged([DONE, skipped, skipped, skipped])
+    Guard(cfg, [*rows, partly, partly]).check()  # batches that went beyond a limit on their way
+    wholly = {"stepped": False, "skipped": Skip.KL} | judged([skipped, skipped, skipped])
+    Guard(cfg, [*rows, wholly, partly, wholly]).check()
+    with pytest.raises(UserError, match="most_skipped=2 batches"):
+        Guard(cfg, [*rows, wholly, wholly]).check()
+    for one in [skipped] * 3:
+        guard.row(one)
+    guard.check()  # one batch
+    guard.row(skipped)
+    with pytest.raises(UserError, match="most_skipped=2 batches"):
+        guard.check()
     assert judged([DONE]) == {}
 
 
