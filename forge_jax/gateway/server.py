@@ -83,7 +83,8 @@ class _Serving:
         try:
             await self.start(self.port)
         except Exception as error:
-            self._refused = error
+            # Nobody's mistake now, whatever it would be at the start.
+            self._refused = RuntimeError(f"it does not come up again: {error}")
 
     async def lost(self) -> Exception:
         """Returns once no server serves any more, or its socket is gone; nothing listens then."""

@@ -7,6 +7,7 @@ import pytest
 from fake_engine import chat_of, run, slow, text_engine, until
 
 from forge_jax import restarts
+from forge_jax.config import UserError
 from forge_jax.gateway import server
 from forge_jax.gateway.gateway import Gateway
 from forge_jax.gateway.server import NAME, serving
@@ -98,6 +99,28 @@ def test_a_server_that_goes_on_failing_ends_the_block_with_its_fault() -> None:
         current = asyncio.current_task()
         assert current is not None
         assert not current.cancelling()
+
+    run(test)
+
+
+def test_a_port_that_another_has_taken_is_a_fault_and_no_mistake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test() -> None:
+        async def app(scope: object, receive: object, send: object) -> None: ...
+
+        def taken(host: str, port: int) -> None:
+            raise UserError(f"host={host} port={port}: Address already in use")
+
+        async def served() -> None:
+            async with serving(app, "127.0.0.1", 0, 0.1, lambda: None):
+                monkeypatch.setattr(server, "_listening", taken)
+                end_task()
+                await asyncio.sleep(30)
+
+        with pytest.raises(RuntimeError, match=r"come up again: .* Address already in use") as seen:
+            await served()
+        assert not isinstance(seen.value, UserError)
 
     run(test)
 
